@@ -1,0 +1,50 @@
+"""The attention seam: causal attention of new tokens over a paged KV cache.
+
+Legend: T tokens, H query heads, G KV heads, d head size, B sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from moe_runtime.core import ForwardBatch
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Shape and variant of one layer's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    """Each token sees this many tokens, itself included; None: all before it."""
+
+
+@dataclass(frozen=True)
+class AttentionNeed:
+    """What a backend is asked to support."""
+
+    device_type: str
+    dtype: torch.dtype
+    layers: tuple[AttentionSpec, ...]
+
+
+class AttentionBackend(Protocol):
+    """Owns no state but the KV cache it was given; `plan` once per step on the host, `run` once per layer."""
+
+    name: str
+
+    def plan(self, batch: ForwardBatch) -> Any:
+        """Host work shared by all layers; the result is passed to each run()."""
+        ...
+
+    def run(
+        self, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, layer: int, plan: Any
+    ) -> torch.Tensor:
+        """Write k and v at the batch's slots, attend, and return (T, H, d). T may be 0."""
+        ...

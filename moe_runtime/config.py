@@ -1,0 +1,133 @@
+"""The settings, in one place: each field is a keyword argument of `LLM`, a command-line flag, and a line of --help.
+
+Parsed once, frozen afterwards. A field's metadata gives its help text, group, other spellings and allowed values;
+`moe_runtime.cli` makes the flags from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from moe_runtime.errors import ConfigError
+
+AUTO = "auto"
+C = TypeVar("C", bound="_Checked")
+
+
+def _field(
+    default: Any,
+    group: str,
+    text: str,
+    *,
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """A setting. `aliases` are other flag spellings; `low`/`high` bound a number, both included."""
+    metadata = {
+        "group": group,
+        "help": text,
+        "aliases": aliases,
+        "choices": choices,
+        "low": low,
+        "high": high,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class _Checked:
+    """Checks choices and bounds after construction; raises ConfigError naming the field and the allowed values."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]
+            value, meta = getattr(self, f.name), f.metadata
+            if value is None or not meta:
+                continue
+            kind = str(f.type).replace(" | None", "")
+            if kind in _KINDS and (
+                not isinstance(value, _KINDS[kind]) or (kind != "bool" and isinstance(value, bool))
+            ):
+                raise ConfigError(f"{f.name}={value!r}: must be of type {kind}")
+            if meta["choices"] and value not in meta["choices"]:
+                raise ConfigError(f"{f.name}={value!r}: allowed are {', '.join(meta['choices'])}")
+            low, high = meta["low"], meta["high"]
+            if (low is not None and not value >= low) or (high is not None and not value <= high):
+                bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+                raise ConfigError(f"{f.name}={value!r}: must be {bounds}")
+
+
+_KINDS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
+
+
+@dataclass(frozen=True)
+class EngineConfig(_Checked):
+    """What a rank needs to know. The same object, unchanged, reaches every process."""
+
+    # fmt: off
+    model: str = _field("demo", "model", "Folder of a checkpoint in the hub's layout, or `demo`", aliases=("model-path",))
+    tokenizer: str | None = _field(None, "model", "Folder of the tokenizer, if not the model's", aliases=("tokenizer-path",))
+    skip_tokenizer_init: bool = _field(False, "model", "Work with token ids only")
+    dtype: str = _field(AUTO, "model", "Type of weights and activations; auto: the checkpoint's",
+                        choices=(AUTO, "float32", "bfloat16", "float16"))
+    max_model_len: int | None = _field(None, "model", "Longest prompt plus output, in tokens; default: the model's", aliases=("context-length",), low=1)
+    seed: int = _field(0, "model", "Seed for requests that give none is drawn from this", aliases=("random-seed",))
+
+    ep: int = _field(1, "parallel", "Number of expert-parallel ranks", aliases=("ep-size", "expert-parallel-size"), low=1, high=1024)
+    device: str = _field(AUTO, "parallel", "auto: cuda if there is one", choices=(AUTO, "cpu", "cuda"))
+    num_redundant_experts: int = _field(0, "parallel", "Extra copies of experts in every MoE layer", aliases=("ep-num-redundant-experts",), low=0)
+    dispatcher: str = _field(AUTO, "parallel", "How tokens travel between ranks", aliases=("all2all-backend", "moe-a2a-backend"),
+                             choices=(AUTO, "local", "collective", "one_sided"))
+    dispatch_buffer_mib: int = _field(16, "parallel", "Shared memory per rank for the one_sided dispatcher, in MiB", low=1)
+    step_timeout: float = _field(300.0, "parallel", "Seconds after which a silent rank counts as lost",
+                                 aliases=("distributed-timeout-seconds", "dist-timeout"), low=1)
+
+    moe_backend: str = _field(AUTO, "kernels", "How experts are computed", aliases=("moe-runner-backend",), choices=(AUTO, "reference", "cpu"))
+    attention_backend: str = _field(AUTO, "kernels", "How attention is computed", choices=(AUTO, "reference", "cpu"))
+
+    block_size: int = _field(16, "cache", "Tokens per KV-cache block", aliases=("page-size",), low=1, high=1024)
+    num_kv_blocks: int | None = _field(None, "cache", "KV-cache blocks per rank; default: from free memory", aliases=("num-gpu-blocks-override",), low=1)
+    memory_utilization: float = _field(0.8, "cache", "Share of the rank's free memory given to the KV cache", low=0.01, high=1.0,
+                                       aliases=("gpu-memory-utilization", "mem-fraction-static"))
+    enable_prefix_caching: bool = _field(True, "cache", "Reuse the KV of any common prefix")
+
+    max_num_seqs: int = _field(256, "scheduler", "Sequences running at once per rank", aliases=("max-running-requests",), low=1)
+    max_num_batched_tokens: int = _field(2048, "scheduler", "Token budget of a step per rank", aliases=("max-prefill-tokens", "chunked-prefill-size"), low=1)
+    max_queued_requests: int = _field(4096, "scheduler", "Requests waiting per rank before new ones get 503", low=1)
+
+    log_level: str = _field("info", "logging", "Least severe message shown", choices=("debug", "info", "warning", "error"))
+    log_stats_interval: float = _field(10.0, "logging", "Seconds between throughput lines while busy; 0: none", low=0)
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class ServerConfig(_Checked):
+    """The HTTP side's settings, beside the engine's."""
+
+    # fmt: off
+    host: str = _field("127.0.0.1", "server", "Address to listen on")
+    port: int = _field(8000, "server", "Port to listen on", low=1, high=65535)
+    served_model_name: str | None = _field(None, "server", "Model name in the API; default: the model's folder name")
+    api_key: str | None = _field(None, "server", "Require this bearer token; the MOE_RUNTIME_API_KEY variable also sets it")
+    root_path: str = _field("", "server", "Path prefix behind a proxy", aliases=("fastapi-root-path",))
+    chat_template: str | None = _field(None, "server", "File with a chat template, instead of the model's")
+    generation_config: str = _field(AUTO, "server", "Sampling defaults: auto (the model's generation_config.json) or none",
+                                    choices=(AUTO, "none"), aliases=("sampling-defaults",))
+    shutdown_timeout: float = _field(25.0, "server", "Seconds that running requests get after SIGTERM", low=0, high=25)
+    log_requests: bool = _field(False, "server", "Log each request", aliases=("enable-log-requests",))
+    # fmt: on
+
+
+def replace(config: C, **changes: Any) -> C:
+    """A copy of a config with some fields changed, checked again. Raises ConfigError on unknown names."""
+    names = [f.name for f in fields(config)]  # type: ignore[arg-type]
+    unknown = [n for n in changes if n not in names]
+    if unknown:
+        import difflib
+
+        near = difflib.get_close_matches(unknown[0], names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"unknown argument {unknown[0]!r}{hint}")
+    return dataclasses.replace(config, **changes)  # type: ignore[type-var]

@@ -1,0 +1,96 @@
+"""The dispatcher seam: tokens travel to the ranks that hold their experts, and results travel back.
+
+Legend: T tokens here, K experts per token, D hidden, R token rows received, S expert rows, p slots per rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import torch
+
+from moe_runtime.core import DispatchPlan, ExpertBatch, LayerPlacement, Routing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """A result under way; `wait()` blocks the host (CPU) or the stream (GPU) and may be called once."""
+
+    def wait(self) -> T_co: ...
+
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Done(Generic[V]):
+    """A Pending that is already there."""
+
+    value: V
+
+    def wait(self) -> V:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Deferred(Generic[V]):
+    """A Pending finished by `finish`, which is called by wait()."""
+
+    finish: Callable[[], V]
+
+    def wait(self) -> V:
+        return self.finish()
+
+
+class Dispatcher(Protocol):
+    """Contract; each line is a test of the conformance suite.
+
+    1. Every rank makes the same calls in the same order, also with T = 0.
+    2. A token crosses to a destination rank once, however many of its experts live there.
+    3. Rows of a slot are contiguous and ordered by (source rank, token).
+    4. combine multiplies by the routing weights in float32, sums in k order, and returns the dtype of y_rows.
+    5. Slot -1 yields zero and costs no traffic; a token with only -1 yields a zero row.
+    6. More tokens than a buffer holds are sent in rounds; their number is the same on all ranks because it
+       follows from plan.max_num_tokens.
+    7. Payload rows are bytes of the model's dtype (float32, bfloat16, float16).
+    8. A dead or late peer raises LockstepError; nothing hangs.
+    9. Any number of experts and ranks: E not divisible by N, N larger than E, replicas, ranks with no expert.
+    10. close() is idempotent and leaves no file behind.
+    """
+
+    name: str
+
+    def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Pending[ExpertBatch]:
+        """Send the rows of x_TD (contiguous, float) to the ranks named in the plan."""
+        ...
+
+    def combine(
+        self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan, weights_TK: torch.Tensor
+    ) -> Pending[torch.Tensor]:
+        """Return y's expert rows to their tokens: out_TD = sum over k of weight * row."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def plan_dispatch(
+    routing: Routing, placement: LayerPlacement, rank: int, max_num_tokens: int
+) -> DispatchPlan:
+    """Translate logical experts to global slots. No host synchronisation.
+
+    routing.topk_ids_TK: (T, K) int64, -1 stays -1.
+    """
+    ids = routing.topk_ids_TK
+    slots = placement.expert_to_slot_E[ids.clamp(min=0)]
+    return DispatchPlan(
+        global_slot_TK=torch.where(ids >= 0, slots, ids),
+        slots_per_rank=placement.slots_per_rank,
+        num_ranks=placement.num_ranks,
+        rank=rank,
+        max_num_tokens=max_num_tokens,
+    )

@@ -1,0 +1,26 @@
+"""Shared fixtures: uninitialised memory is poisoned with NaN, and every test has a fresh, printed seed."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+# In deterministic mode torch fills what `torch.empty` returns with NaN, so that reading it shows.
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture
+def seed(record_property: Callable[[str, object], None]) -> int:
+    """A seed drawn per run; MOE_RUNTIME_TEST_SEED repeats a failing one. Printed when the test fails."""
+    value = int(os.environ.get("MOE_RUNTIME_TEST_SEED") or random.SystemRandom().randrange(2**31))
+    record_property("seed", value)
+    print(f"seed {value} (repeat with MOE_RUNTIME_TEST_SEED={value})")
+    torch.manual_seed(value)
+    random.seed(value)
+    return value
