@@ -82,7 +82,9 @@ def check_request(
             "min_tokens",
         )
     if tokenizer is None and params.stop_strings:
-        raise RequestError("stop strings need a tokenizer; this engine runs without (skip_tokenizer_init)", "stop")
+        raise RequestError(
+            "stop strings need a tokenizer; this engine runs without (skip_tokenizer_init)", "stop"
+        )
     max_tokens = None if params.max_tokens is None else min(params.max_tokens, room)
     params = msgspec.structs.replace(
         params, max_tokens=max_tokens, seed=seed if params.seed is None else params.seed
@@ -129,14 +131,17 @@ def _as_ids(ids: Any) -> list[int]:
         return [operator.index(i) for i in ids]
     except TypeError:
         raise RequestError(
-            "a prompt must be text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`", "prompt"
+            "a prompt must be text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`",
+            "prompt",
         ) from None
 
 
 def _check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
-        raise RequestError(f"{param}: token id {wrong} is not in the vocabulary: 0 to {vocab_size - 1}", param)
+        raise RequestError(
+            f"{param}: token id {wrong} is not in the vocabulary: 0 to {vocab_size - 1}", param
+        )
 
 
 @dataclass(frozen=True)
