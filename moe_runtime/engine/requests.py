@@ -101,21 +101,20 @@ def completion_seed(seed: int, index: int) -> int:
 
 
 def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
-    text: Any = None
-    ids: Any = prompt
-    if isinstance(prompt, Mapping):
-        unknown = sorted(prompt.keys() - {"prompt", "prompt_token_ids"})
-        if unknown or not prompt:
-            raise RequestError(
-                f"a prompt has the keys `prompt` or `prompt_token_ids`, not {unknown or 'none'}", "prompt"
-            )
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    elif isinstance(prompt, str):
-        text, ids = prompt, None
-    if text is not None and not isinstance(text, str):
+    if isinstance(prompt, str):
+        prompt = PromptDict(prompt=prompt)
+    if not isinstance(prompt, Mapping):
+        return None, _as_ids(prompt)
+    unknown = sorted(prompt.keys() - {"prompt", "prompt_token_ids"})
+    if unknown or not prompt:
+        raise RequestError(
+            f"a prompt has the keys `prompt` or `prompt_token_ids`, not {unknown or 'none'}", "prompt"
+        )
+    text = prompt.get("prompt")
+    if not isinstance(text, str | None):
         raise RequestError(f"a prompt's text must be a string, not {type(text).__name__}", "prompt")
-    if ids is not None:
-        return text, _as_ids(ids)
+    if "prompt_token_ids" in prompt:
+        return text, _as_ids(prompt["prompt_token_ids"])
     if tokenizer is None:
         raise RequestError(
             "a text prompt needs a tokenizer, and this engine runs without (skip_tokenizer_init): send token ids",
