@@ -67,7 +67,7 @@ def serve_rank(config: EngineConfig, topology: Topology, address: str, watchdog:
         # A defect, or the machine's (out of memory, say). The others cannot go on without this rank.
         logger.exception("rank %d failed", topology.rank)
         link.send(_failed(topology.rank, error))
-        raise
+        raise errors.MoeRuntimeError(f"rank {topology.rank} failed: {error!r}") from error
     finally:
         link.close()
 
