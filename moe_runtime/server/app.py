@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -29,7 +32,7 @@ from moe_runtime.server.protocol import (
     parse,
 )
 from moe_runtime.server.responses import ModelList
-from moe_runtime.server.run import Job, events, whole_answer
+from moe_runtime.server.run import Job, Run, events, whole_answer
 from moe_runtime.server.state import ServerState
 from moe_runtime.server.transport import (
     ClientGone,
@@ -55,6 +58,7 @@ _NOT_BUILT = {
     "/v1/batches": "the Batch API (use launch/generate.py)",
 }
 
+_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 P = TypeVar("P")
 logger = logging.getLogger(__name__)
 
@@ -83,6 +87,7 @@ def create_app(state: ServerState) -> ASGIApp:
     for kind in (ApiError, MoeRuntimeError):
         app.add_exception_handler(kind, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
+    _describe_bodies(app)
     return Gate(app, state)
 
 
@@ -109,10 +114,19 @@ def _http_error(request: Request, exc: HTTPException, paths: list[str]) -> Respo
     return response
 
 
-def _body_of(model: type[Any]) -> dict[str, Any]:
+def _body_of(model: type[BaseModel]) -> dict[str, Any]:
     """The request body for /docs; handlers read it themselves, to answer mistakes in OpenAI's shape."""
-    schema = model.model_json_schema(ref_template=f"#/components/schemas/{model.__name__}/$defs/{{model}}")
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Add the models that `_body_of` refers to to the OpenAPI description."""
+    schema = app.openapi()
+    _, definitions = models_json_schema(
+        [(m, "validation") for m in _BODIES], ref_template="#/components/schemas/{model}"
+    )
+    schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
 
 
 def _api_router(state: ServerState) -> APIRouter:
@@ -169,20 +183,26 @@ async def _generate(
     state: ServerState, request: Request, prepare: Callable[[ModelContext, Any], Job]
 ) -> Response:
     """Chat and plain completions alike. Until the first token errors set the status; later they are events."""
+    arrival = time.perf_counter()
     job = await _prepared(state, request, prepare)
     rank = _wanted_rank(state, request, job)
     serving = state.need()
-    with state.in_flight():
-        try:
-            if not job.request.stream:
-                work = whole_answer(serving.engine, serving.metrics, job, rank)
-                return json_response(await while_connected(request.receive, work))
-            stream = events(serving.engine, serving.metrics, job, rank)
-            first = await while_connected(request.receive, anext(stream))
-            return EventStream(first, stream, state.in_flight())
-        except ClientGone:
-            logger.debug("client of %s left before its answer", job.id)
-            return Response(status_code=499)
+    run = Run(serving.engine, serving.metrics, job, rank, arrival)
+    try:
+        if not job.request.stream:
+            return json_response(await while_connected(request.receive, whole_answer(run)))
+        stream = events(run)
+        first = await while_connected(request.receive, _first(stream))
+        return EventStream(first, stream)
+    except ClientGone:
+        logger.debug("the client of %s left before its answer", job.id)
+        return Response(status_code=499)
+
+
+async def _first(stream: AsyncGenerator[bytes, None]) -> bytes:
+    async for body in stream:
+        return body
+    return b""
 
 
 def _wanted_rank(state: ServerState, request: Request, job: Job) -> int | None:

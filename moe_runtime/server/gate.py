@@ -36,13 +36,17 @@ class Gate:
             return
         headers = Headers(scope=scope)
         answer = _Answer(send, headers.get("x-request-id") or uuid.uuid4().hex)
+        path = scope["path"].removeprefix(self._state.config.root_path)
         began = time.perf_counter()
         try:
-            refused = self._refusal(scope, headers)
+            refused = self._refusal(path, headers)
             if refused is not None:
                 await error_response(refused)(scope, receive, answer.send)
-            else:
+            elif path in _ALWAYS_ANSWERED:
                 await self._app(scope, receive, answer.send)
+            else:
+                with self._state.in_flight():
+                    await self._app(scope, receive, answer.send)
         except Exception as exc:
             logger.exception("error while answering %s %s", scope["method"], scope["path"])
             if answer.status:
@@ -57,8 +61,7 @@ class Gate:
                     answer.request_id,
                 )
 
-    def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
-        path = scope["path"].removeprefix(self._state.config.root_path)
+    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         wanted_id = headers.get("x-request-id", "")
         if len(wanted_id) > _MAX_ID_LENGTH or not wanted_id.isprintable():
             return invalid(

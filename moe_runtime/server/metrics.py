@@ -147,9 +147,9 @@ class ServerMetrics:
         family = Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry)
         return family.labels(self._model_name)
 
-    def start(self, num_completions: int) -> PromptTimer:
-        """Begin to time one prompt."""
-        return PromptTimer(self, num_completions)
+    def start(self, num_completions: int, arrival: float) -> PromptTimer:
+        """Begin to time a prompt that came in at `arrival`, by time.perf_counter()."""
+        return PromptTimer(self, num_completions, arrival)
 
     def render(self) -> bytes:
         """The text that /metrics answers with, of type CONTENT_TYPE."""
@@ -159,10 +159,10 @@ class ServerMetrics:
 class PromptTimer:
     """Observes the completions of one prompt. End it by `finish`, by `abort`, or, after an error, by neither."""
 
-    def __init__(self, metrics: ServerMetrics, num_completions: int) -> None:
+    def __init__(self, metrics: ServerMetrics, num_completions: int, arrival: float) -> None:
         self._metrics = metrics
         self._num_unfinished = num_completions
-        self._arrival = time.perf_counter()
+        self._arrival = arrival
         self._first: dict[int, float] = {}
         """Time of each completion's first token."""
         self._last: dict[int, float] = {}

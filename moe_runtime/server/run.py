@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from moe_runtime.core import SamplingParams
@@ -32,47 +33,55 @@ class Job(Protocol):
     def usage_chunk(self, counter: UsageCounter) -> Any: ...
 
 
-async def whole_answer(engine: Engine, metrics: ServerMetrics, job: Job, rank: int | None) -> Any:
+@dataclass(frozen=True)
+class Run:
+    """A job about to run."""
+
+    engine: Engine
+    metrics: ServerMetrics
+    job: Job
+    rank: int | None
+    """The rank that must serve it, if the client wants a certain one."""
+    arrival: float
+    """When its request came in, by time.perf_counter()."""
+
+
+async def whole_answer(run: Run) -> Any:
     """Run a job to its end. Cancelling it aborts its requests."""
-    collectors = [OutputCollector(job.id, ids) for ids in job.prompts]
-    async with aclosing(_deltas(engine, metrics, job, rank)) as deltas:
+    collectors = [OutputCollector(run.job.id, ids) for ids in run.job.prompts]
+    async with aclosing(_deltas(run)) as deltas:
         async for prompt_index, delta in deltas:
             collectors[prompt_index].add(delta)
-    return job.respond([collector.finish() for collector in collectors])
+    return run.job.respond([collector.finish() for collector in collectors])
 
 
-async def events(
-    engine: Engine, metrics: ServerMetrics, job: Job, rank: int | None
-) -> AsyncGenerator[bytes, None]:
+async def events(run: Run) -> AsyncGenerator[bytes, None]:
     """A job's server-sent events without the closing [DONE]. Closing it aborts its requests."""
     counter = UsageCounter()
-    async with aclosing(_deltas(engine, metrics, job, rank)) as deltas:
+    async with aclosing(_deltas(run)) as deltas:
         async for prompt_index, delta in deltas:
             counter.add(prompt_index, delta)
-            body = b"".join(event(chunk) for chunk in job.chunks(prompt_index, delta, counter))
+            body = b"".join(event(chunk) for chunk in run.job.chunks(prompt_index, delta, counter))
             if body:
                 yield body
-    if job.request.include_usage:
-        yield event(job.usage_chunk(counter))
+    if run.job.request.include_usage:
+        yield event(run.job.usage_chunk(counter))
 
 
-async def _deltas(
-    engine: Engine, metrics: ServerMetrics, job: Job, rank: int | None
-) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
+async def _deltas(run: Run) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
     """(prompt index, delta) of all prompts as they come."""
-    streams = [_one_prompt(engine, metrics, job, index, rank) for index in range(len(job.prompts))]
+    streams = [_one_prompt(run, index) for index in range(len(run.job.prompts))]
     merged = streams[0] if len(streams) == 1 else _merge(streams)
     async with aclosing(merged):
         async for item in merged:
             yield item
 
 
-async def _one_prompt(
-    engine: Engine, metrics: ServerMetrics, job: Job, index: int, rank: int | None
-) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
+async def _one_prompt(run: Run, index: int) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
+    job = run.job
     request_id = job.id if len(job.prompts) == 1 else f"{job.id}-{index}"
-    timer = metrics.start(job.params.n)
-    stream = _closable(engine.stream(job.prompts[index], job.params, request_id, rank))
+    timer = run.metrics.start(job.params.n, run.arrival)
+    stream = _closable(run.engine.stream(job.prompts[index], job.params, request_id, run.rank))
     try:
         async with aclosing(stream):
             async for delta in stream:

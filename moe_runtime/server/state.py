@@ -41,8 +41,6 @@ class ServerState:
     serving: Serving | None = None
     reason: str = ""
     """Why the server is dead."""
-    progress: dict[str, str] = field(default_factory=dict)
-    """What each rank is doing while loading."""
     num_in_flight: int = 0
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "tokenize"))
     """Renders and tokenizes long prompts off the event loop."""
