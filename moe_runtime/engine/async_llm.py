@@ -94,9 +94,14 @@ class AsyncLLM:
 
     @classmethod
     async def from_config(
-        cls, config: EngineConfig, *, limit_queue: bool = True, worker: str = WORKER
+        cls,
+        config: EngineConfig,
+        *,
+        chat_template: str | None = None,
+        limit_queue: bool = True,
+        worker: str = WORKER,
     ) -> AsyncLLM:
-        """Start `config.ep` ranks as processes of this program. `worker` is the module each runs.
+        """Start `config.ep` ranks as processes of this program. `worker` is the module each runs; others as in `start`.
 
         Raises ConfigError, CheckpointError, CapacityError, ... as the ranks do; then none of them is left.
         """
@@ -111,7 +116,9 @@ class AsyncLLM:
             ranks = LocalRanks.spawn(config, link.address, link.folder, worker)
             for rank, pid in enumerate(ranks.pids):
                 link.watch(rank, pid)
-            return await cls.start(config, link, ranks=ranks, limit_queue=limit_queue)
+            return await cls.start(
+                config, link, ranks=ranks, chat_template=chat_template, limit_queue=limit_queue
+            )
         except BaseException as exc:
             how = ranks.describe_exit() if ranks else None
             if ranks:
@@ -134,7 +141,8 @@ class AsyncLLM:
     ) -> AsyncLLM:
         """Wait for the ranks that connect to `link`, showing their progress, and load the tokenizer meanwhile.
 
-        `chat_template` is a file that replaces the model's. Raises what a rank failed with.
+        `chat_template` is a file that replaces the model's; `limit_queue`: see the constructor. Raises what a rank
+        failed with.
         """
         with StartupDisplay(config.ep) as display:
             waiting = asyncio.ensure_future(wait_until_ready(link, display))
