@@ -169,7 +169,8 @@ class RadixTree:
     def check(self) -> None:
         """Raise AssertionError, with the place, if the structure is unsound."""
         order = {node: at for at, node in enumerate(self._idle)}
-        idle = set()
+        idle = {node for node in self.nodes() if node.num_users == 0}
+        assert idle == set(order), "the idle list differs from the nodes without users"
         for node in (self.root, *self.nodes()):
             where = f"node of block {node.block} at depth {node.depth}"
             assert node.keys == [child.tokens for child in node.children], (
@@ -188,13 +189,11 @@ class RadixTree:
                 f"{where}: a part block has children"
             )
             if node.num_users == 0:
-                idle.add(node)
                 for child in node.children:
                     assert child.num_users == 0, f"{where}: idle, but its child {child.block} is in use"
                     assert order[child] < order[node], (
                         f"{where}: would be evicted before its child {child.block}"
                     )
-        assert idle == set(order), "the idle list differs from the nodes without users"
 
 
 def _closest_child(node: Node, tokens: tuple[int, ...]) -> tuple[Node | None, int]:
