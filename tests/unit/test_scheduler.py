@@ -75,6 +75,7 @@ class Simulation:
         self.kv: dict[tuple[int, int], int] = {}
         self.finished: dict[str, Sequence] = {}
         self.num_added = 0
+        self.num_copied = 0
         self.copy_blocks: Callable[[int, int], None] = self._copy_block
 
     def add(self, prompt: list[int], max_tokens: int | None = 4, **sampling: object) -> Sequence:
@@ -101,6 +102,7 @@ class Simulation:
         return plan
 
     def run_model(self, plan: StepPlan) -> list[int]:
+        self.num_copied += len(plan.block_copies)
         # In any order, as a kernel might do it: no copy may read what another one writes.
         for source, destination in self.rng.sample(plan.block_copies, len(plan.block_copies)):
             self.copy_blocks(source, destination)
@@ -177,54 +179,55 @@ def test_random_traffic_gives_every_request_its_lone_output(
     seed: int, block_size: int, caching: bool
 ) -> None:
     rng = random.Random(seed)
-    preempted = copied = 0
+    num_preempted = num_copied = 0
     for _ in range(6):
-        longest = 40
-        least = -(-(longest + 12) // block_size)
+        # From just enough for the largest request (24 + 40 - 1 tokens) to about twice that.
+        num_blocks = rng.randrange(-(-63 // block_size), 120 // block_size)
         sim = Simulation(
-            num_blocks=rng.randrange(least, 3 * least),
+            num_blocks=num_blocks,
             block_size=block_size,
-            max_num_seqs=rng.choice([2, 5, 12]),
-            budget=rng.choice([1, 7, 32]),
-            max_model_len=longest + 12,
+            max_num_seqs=rng.choice([3, 12]),
+            budget=rng.choice([3, 7, 32]),
+            max_model_len=64,
             caching=caching,
             seed=rng.randrange(2**31),
         )
-        live: dict[str, Sequence] = {}
-        prompts: list[list[int]] = []
-        to_add = 25
-        while to_add or sim.scheduler.has_work:
-            if to_add and rng.random() < 0.4:
-                to_add -= 1
-                prompt = random_prompt(rng, prompts, longest)
-                prompts.append(prompt)
-                stops = [rng.randrange(VOCABULARY)] if rng.random() < 0.2 else None
-                seq = sim.add(
-                    prompt,
-                    max_tokens=rng.choice([1, 3, 12]),
-                    ignore_eos=rng.random() < 0.6,
-                    stop_token_ids=stops,
-                    min_tokens=rng.randrange(2),
-                )
-                live[seq.request_id] = seq
-            if live and rng.random() < 0.03:
-                seq = live.pop(rng.choice(list(live)))
-                was_live = seq.status is not SequenceStatus.FINISHED
-                assert sim.scheduler.abort(seq.request_id) is (seq if was_live else None)
-                sim.manager.check_integrity()
-                assert seq.block_table == []
-            if rng.random() < 0.02:
-                sim.manager.reset_prefix_cache()
-            plan = sim.step()
-            preempted += plan.num_preempted
-            copied += len(plan.block_copies)
-        for seq in live.values():
+        survivors = random_traffic(sim, rng, num_requests=25)
+        for seq in survivors:
+            assert sim.finished[seq.request_id] is seq
             sim.assert_as_alone(seq)
-        assert live.keys() <= sim.finished.keys()
         sim.assert_nothing_leaked()
-    assert bool(copied) == (caching and block_size > 1)
-    if block_size < 16:
-        assert preempted
+        num_preempted += sim.scheduler.num_preemptions
+        num_copied += sim.num_copied
+    assert bool(num_copied) == (caching and block_size > 1)
+    assert num_preempted
+
+
+def random_traffic(sim: Simulation, rng: random.Random, num_requests: int) -> list[Sequence]:
+    """Requests at random times with prompts much alike, random aborts; returns those that were not aborted."""
+    live: list[Sequence] = []
+    prompts: list[list[int]] = []
+    while sim.num_added < num_requests or sim.scheduler.has_work:
+        while sim.num_added < num_requests and rng.random() < 0.5:
+            prompts.append(random_prompt(rng, prompts, longest=rng.choice([6, 24])))
+            seq = sim.add(
+                prompts[-1],
+                max_tokens=rng.choice([1, 3, 15, 40, 40]),
+                ignore_eos=rng.random() < 0.8,
+                stop_token_ids=[rng.randrange(VOCABULARY)] if rng.random() < 0.2 else None,
+                min_tokens=rng.randrange(2),
+            )
+            live.append(seq)
+        if live and rng.random() < 0.03:
+            seq = live.pop(rng.randrange(len(live)))
+            finished = seq.status is SequenceStatus.FINISHED
+            assert sim.scheduler.abort(seq.request_id) is (None if finished else seq)
+            assert seq.block_table == []
+            sim.manager.check_integrity()
+        if rng.random() < 0.02:
+            sim.manager.reset_prefix_cache()
+        sim.step()
+    return live
 
 
 def test_a_skipped_copy_is_noticed() -> None:
