@@ -140,6 +140,10 @@ def _rank_main(
     threading.Thread(target=_leave_when_closed, args=(pipe,), daemon=True).start()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    # Uninitialised memory is NaN, as in the tests' own process. The public function would import torch's compiler
+    # first, which takes seconds.
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         dist.init_process_group(
             "gloo",
