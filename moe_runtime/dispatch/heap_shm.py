@@ -43,10 +43,10 @@ def unsupported(same_host: bool, device_type: str) -> str | None:
     return None
 
 
-def free_shm_bytes() -> int:
-    """Bytes that can still be reserved in /dev/shm; 0 where there is none."""
+def free_shm_bytes(folder: Path = SHM_FOLDER) -> int:
+    """Bytes of shared memory that can still be reserved; 0 where there is no such folder."""
     try:
-        status = os.statvfs(SHM_FOLDER)
+        status = os.statvfs(folder)
     except FileNotFoundError:
         return 0
     return status.f_bavail * status.f_frsize
@@ -58,19 +58,22 @@ class SharedHeap:
     segments[r]: rank r's segment as uint8 tensor; words[r]: the same memory as int64 words, for flags.
     """
 
-    def __init__(self, group: dist.ProcessGroup, bytes_per_rank: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, bytes_per_rank: int, folder: Path = SHM_FOLDER) -> None:
         """All ranks of the (gloo) group call this together.
 
         Raises on every rank alike CapacityError if /dev/shm has too little room on any, and BackendUnavailable
-        if a rank cannot open another's file. `bytes_per_rank`: a multiple of 8.
+        if a rank cannot open another's file. `bytes_per_rank`: a multiple of 8. `folder`: where shared memory
+        has its names.
         """
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         name = f"moe-runtime-{os.getpid()}-{secrets.token_hex(8)}"
-        own_path = SHM_FOLDER / name
+        own_path = folder / name
         try:
             _agree(group, lambda: _reserve(own_path, bytes_per_rank), CapacityError)
             names = _all_gather_text(group, name)
-            self._maps = _agree(group, lambda: _map_all(names, bytes_per_rank), BackendUnavailable)
+            self._maps = _agree(
+                group, lambda: _map_all([folder / n for n in names], bytes_per_rank), BackendUnavailable
+            )
         finally:
             with contextlib.suppress(FileNotFoundError):
                 own_path.unlink()
@@ -93,18 +96,18 @@ def _reserve(path: Path, size: int) -> None:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise
         raise CapacityError(
-            f"{SHM_FOLDER} cannot hold {size / 2**20:.1f} MiB of dispatch buffer for a rank; {free_shm_bytes() / 2**20:.1f} MiB"
+            f"{path.parent} cannot hold {size / 2**20:.1f} MiB of dispatch buffer for a rank; {free_shm_bytes(path.parent) / 2**20:.1f} MiB"
             " are free. Lower dispatch_buffer_mib, enlarge it (docker run --shm-size), or use dispatcher=collective"
         ) from error
     finally:
         os.close(fd)
 
 
-def _map_all(names: list[str], size: int) -> list[mmap.mmap]:
+def _map_all(paths: list[Path], size: int) -> list[mmap.mmap]:
     maps = []
-    for rank, name in enumerate(names):
+    for rank, path in enumerate(paths):
         try:
-            fd = os.open(SHM_FOLDER / name, os.O_RDWR)
+            fd = os.open(path, os.O_RDWR)
         except OSError as error:
             raise BackendUnavailable(
                 f"the shared memory of rank {rank} cannot be opened ({error.strerror}): are all ranks on one host"

@@ -93,8 +93,12 @@ def slab_bytes(num_ranks: int, bytes_per_rank: int) -> int:
 
 def slab_capacity(slab: int, row_bytes: int, topk: int) -> int:
     """Rows of `row_bytes` with `topk` slots each that fit a slab; less than 1 if none does."""
-    # Both parts start on a multiple of 64, which costs up to 63 bytes between them.
-    return (slab - HEADER_BYTES - (63 if topk else 0)) // max(1, row_bytes + 4 * topk)
+    room = slab - HEADER_BYTES
+    rows = room // (row_bytes + 4 * topk)
+    # The rows start on a multiple of 64, for which a few of them may have to give way.
+    while rows > 0 and _align(rows * topk * 4) + rows * row_bytes > room:
+        rows -= 1
+    return rows
 
 
 class Mailboxes:
