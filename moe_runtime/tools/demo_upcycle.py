@@ -118,7 +118,9 @@ def _decisive_scale(logits_TE: torch.Tensor, top1_weight: float) -> float:
     return high
 
 
-def expert_weight(weight: torch.Tensor, config: UpcycleConfig, layer: int, expert: int, name: str) -> torch.Tensor:
+def expert_weight(
+    weight: torch.Tensor, config: UpcycleConfig, layer: int, expert: int, name: str
+) -> torch.Tensor:
     """A copy of a dense matrix with this expert's noise, bfloat16; the same however many others were made before."""
     key = ((config.seed * 1000 + layer) * 1000 + expert) * 10 + ("w1", "w2", "w3").index(name)
     generator = torch.Generator().manual_seed(key)
@@ -176,7 +178,9 @@ def num_parameters(dense: DenseModel, config: UpcycleConfig) -> int:
     return sum(w.numel() for w in dense.weights.values()) + (config.num_experts - 1) * ffn + routers
 
 
-def write_shards(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> Iterator[int]:
+def write_shards(
+    folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int
+) -> Iterator[int]:
     """Writes safetensors shards of at most `shard_bytes` (or one tensor) and their index; holds one shard in memory.
 
     Yields the bytes taken in so far, once per tensor.
@@ -235,7 +239,9 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def expert_load(states: dict[str, torch.Tensor], router_ED: torch.Tensor, top_k: int) -> dict[str, list[float]]:
+def expert_load(
+    states: dict[str, torch.Tensor], router_ED: torch.Tensor, top_k: int
+) -> dict[str, list[float]]:
     """Share of the (token, expert) pairs that each expert gets, by kind of text and, under `all`, together."""
     weight = router_ED.to(torch.bfloat16).float()
     counts = {
