@@ -90,7 +90,11 @@ def test_tokens_text_and_metadata(model: Path, seed: int) -> None:
             for length in range(1, 20):
                 prompt = rng.choices(range(VOCAB), k=length)
                 params = SamplingParams(
-                    n=rng.randrange(1, 4), seed=rng.randrange(99), max_tokens=rng.randrange(1, 9), logprobs=2, ignore_eos=True
+                    n=rng.randrange(1, 4),
+                    seed=rng.randrange(99),
+                    max_tokens=rng.randrange(1, 9),
+                    logprobs=2,
+                    ignore_eos=True,
                 )
                 requests.append((prompt, params))
             outputs = await asyncio.gather(*(client.complete(p, s) for p, s in requests))
@@ -154,11 +158,15 @@ def test_stop_string_ends_the_sequence_on_the_rank(model: Path) -> None:
             ids = client.tokenizer.encode("hello. stop here and more text")
             write_script(model, emit=ids)
         async with engine(model) as client:
-            out = (await client.complete("x", SamplingParams(stop=["stop", "zzz"], max_tokens=None))).outputs[0]
+            out = (await client.complete("x", SamplingParams(stop=["stop", "zzz"], max_tokens=None))).outputs[
+                0
+            ]
             assert (out.text, out.finish_reason, out.stop_reason) == ("hello. ", "stop", "stop")
             assert client.tokenizer.decode(out.token_ids).endswith("stop")
             out = (
-                await client.complete("x", SamplingParams(stop="stop", include_stop_str_in_output=True, max_tokens=None))
+                await client.complete(
+                    "x", SamplingParams(stop="stop", include_stop_str_in_output=True, max_tokens=None)
+                )
             ).outputs[0]
             assert out.text == "hello. stop"
             first_end = len(client.tokenizer.encode("hello. stop"))
@@ -176,7 +184,9 @@ def test_stop_string_ends_the_sequence_on_the_rank(model: Path) -> None:
 
 def test_eos_and_stop_ids(model: Path) -> None:
     end, word = 2, 40
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, 7], "top_k": 5, "max_new_tokens": 9}))
+    (model / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [end, 7], "top_k": 5, "max_new_tokens": 9})
+    )
 
     async def main() -> None:
         write_script(model, emit=[10, 11, end, 12, word, 13])
@@ -184,7 +194,12 @@ def test_eos_and_stop_ids(model: Path) -> None:
             assert client.default_sampling == {"top_k": 5, "max_tokens": 9}
             text = client.tokenizer.decode
             out = (await client.complete([1], SamplingParams(max_tokens=6))).outputs[0]
-            assert (out.token_ids, out.text, out.finish_reason, out.stop_reason) == ([10, 11, end], text([10, 11]), "stop", None)
+            assert (out.token_ids, out.text, out.finish_reason, out.stop_reason) == (
+                [10, 11, end],
+                text([10, 11]),
+                "stop",
+                None,
+            )
             params = SamplingParams(max_tokens=6, ignore_eos=True, stop_token_ids=[word])
             out = (await client.complete([1], params)).outputs[0]
             assert (out.finish_reason, out.stop_reason) == ("stop", word)
@@ -296,7 +311,9 @@ def test_ranks_are_chosen_by_load(model: Path) -> None:
         async with engine(model, ep=3) as client:
             params = SamplingParams(max_tokens=20, ignore_eos=True)
             tasks = [asyncio.create_task(client.complete([9] * 30, params, routed_dp_rank=1))]
-            tasks += [asyncio.create_task(client.complete([i], SamplingParams(max_tokens=5, n=2))) for i in range(4)]
+            tasks += [
+                asyncio.create_task(client.complete([i], SamplingParams(max_tokens=5, n=2))) for i in range(4)
+            ]
             await asyncio.gather(*tasks)
             for bad in (-1, 3, True):
                 with pytest.raises(RequestError, match="0 to 2"):
@@ -313,7 +330,11 @@ def test_every_rank_sees_every_tick_and_a_turn_is_one_tick(model: Path) -> None:
             await asyncio.gather(*(client.complete([i], SamplingParams(max_tokens=1)) for i in range(6)))
             await client.reset_prefix_cache()
         ticks = [told(model, rank, "tick") for rank in range(2)]
-        assert {t[0] for t in ticks[0] if t[1] == "Submit"} == {t[0] for t in ticks[1] if t[1] == "Submit"} == {1}
+        assert (
+            {t[0] for t in ticks[0] if t[1] == "Submit"}
+            == {t[0] for t in ticks[1] if t[1] == "Submit"}
+            == {1}
+        )
         assert [t[1] for t in ticks[0]][-2:] == ["ResetPrefixCache", "Stop"]
 
     asyncio.run(main())
@@ -324,7 +345,9 @@ def test_overload_and_drain(model: Path) -> None:
         write_script(model, step_s=0.02)
         async with engine(model, max_num_seqs=2, max_queued_requests=3) as client:
             params = SamplingParams(max_tokens=8, ignore_eos=True)
-            results = await asyncio.gather(*(client.complete([1], params) for _ in range(9)), return_exceptions=True)
+            results = await asyncio.gather(
+                *(client.complete([1], params) for _ in range(9)), return_exceptions=True
+            )
             assert sum(isinstance(r, OverloadedError) for r in results) == 4
             assert sum(not isinstance(r, Exception) for r in results) == 5
             running = asyncio.create_task(client.complete([1], params))
@@ -341,7 +364,9 @@ def test_drain_aborts_what_takes_too_long(model: Path) -> None:
     async def main() -> None:
         write_script(model, step_s=0.1)
         async with engine(model) as client:
-            running = asyncio.create_task(client.complete([1], SamplingParams(max_tokens=None, ignore_eos=True)))
+            running = asyncio.create_task(
+                client.complete([1], SamplingParams(max_tokens=None, ignore_eos=True))
+            )
             await asyncio.sleep(0.3)
             assert await client.drain(0.1) is False
             assert (await running).outputs[0].finish_reason == "abort"
@@ -354,7 +379,9 @@ def test_death_of_a_rank_reaches_every_stream(model: Path) -> None:
         write_script(model, step_s=0.01, die_after_steps=[1, 5])
         async with engine(model, ep=2) as client:
             params = SamplingParams(max_tokens=60, ignore_eos=True)
-            results = await asyncio.gather(*(client.complete([i], params) for i in range(4)), return_exceptions=True)
+            results = await asyncio.gather(
+                *(client.complete([i], params) for i in range(4)), return_exceptions=True
+            )
             pid = client.ready[1].pid
             assert all(isinstance(r, EngineDeadError) for r in results[1::2])
             assert f"rank 1 (process {pid})" in str(results[1])
@@ -369,12 +396,18 @@ def test_death_of_a_rank_reaches_every_stream(model: Path) -> None:
     ("script", "error", "message"),
     [
         ({"fail": [1, "CheckpointError", "no such tensor: x"]}, CheckpointError, "^no such tensor: x$"),
-        ({"fail": [0, "ZeroDivisionError", "oops"]}, EngineDeadError, "rank 0 failed: ZeroDivisionError: oops"),
+        (
+            {"fail": [0, "ZeroDivisionError", "oops"]},
+            EngineDeadError,
+            "rank 0 failed: ZeroDivisionError: oops",
+        ),
         ({"fail": [0, "LockstepError", "peer gone"]}, LockstepError, "peer gone"),
         ({"die_at_start": 1}, EngineDeadError, "rank 1 .* exit code 3"),
     ],
 )
-def test_failures_while_starting(model: Path, script: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_failures_while_starting(
+    model: Path, script: dict[str, Any], error: type[Exception], message: str
+) -> None:
     write_script(model, **script)
     with pytest.raises(error, match=message):
         asyncio.run(engine(model, ep=2).__aenter__())
@@ -400,7 +433,9 @@ def test_no_tokenizer(model: Path) -> None:
 def test_close_fails_open_streams_and_can_be_repeated(model: Path) -> None:
     async def main() -> None:
         async with engine(model) as client:
-            open_request = asyncio.create_task(client.complete([1], SamplingParams(max_tokens=None, ignore_eos=True)))
+            open_request = asyncio.create_task(
+                client.complete([1], SamplingParams(max_tokens=None, ignore_eos=True))
+            )
             await asyncio.sleep(0)
             await asyncio.gather(client.close(), client.close())
             with pytest.raises(EngineDeadError, match="closed"):
@@ -415,7 +450,10 @@ def test_close_fails_open_streams_and_can_be_repeated(model: Path) -> None:
 @pytest.fixture
 def llm(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     monkeypatch.setattr(ranks_module, "WORKER", WORKER)
-    monkeypatch.setattr("moe_runtime.engine.async_llm.AsyncLLM.from_config.__func__.__kwdefaults__", {"limit_queue": True, "worker": WORKER})
+    monkeypatch.setattr(
+        "moe_runtime.engine.async_llm.AsyncLLM.from_config.__func__.__kwdefaults__",
+        {"limit_queue": True, "worker": WORKER},
+    )
     with LLM(model=str(model), ep=2, max_num_seqs=2) as made:
         yield made
 
@@ -426,7 +464,9 @@ def test_llm_results_are_in_prompt_order(llm: LLM, seed: int) -> None:
     params = [SamplingParams(max_tokens=rng.randrange(1, 20), seed=i, ignore_eos=True) for i in range(40)]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     for prompt, sampling, output in zip(prompts, params, outputs, strict=True):
-        assert output.outputs[0].token_ids == expected_tokens(prompt, sampling, sampling.max_tokens or 0, VOCAB)
+        assert output.outputs[0].token_ids == expected_tokens(
+            prompt, sampling, sampling.max_tokens or 0, VOCAB
+        )
     mixed = ["hello", {"prompt": "hello"}, {"prompt_token_ids": [1, 2]}, [1, 2]]
     outputs = llm.generate(mixed, SamplingParams(seed=3), use_tqdm=False)
     assert [o.prompt for o in outputs] == ["hello", "hello", None, None]
@@ -505,14 +545,21 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)", "raise SystemExit(3)", "1/0", "del llm; import gc; gc.collect()"])
+@pytest.mark.parametrize(
+    "end", ["", "os.kill(os.getpid(), 9)", "raise SystemExit(3)", "1/0", "del llm; import gc; gc.collect()"]
+)
 def test_scripts_leave_no_process(model: Path, tmp_path: Path, end: str) -> None:
     """Unguarded, inside a running loop, and however the script ends."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT.format(end=end)))
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     done = subprocess.run(
-        [sys.executable, str(script), str(model)], env=env, capture_output=True, text=True, timeout=60, cwd=tmp_path
+        [sys.executable, str(script), str(model)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
     )
     assert "TOKENS 9" in done.stdout, done.stderr
     assert "TORCH False" in done.stdout

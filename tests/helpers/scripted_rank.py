@@ -43,7 +43,11 @@ def next_token(token_ids: list[int], seed: int, vocab_size: int) -> int:
 
 
 def expected_tokens(
-    prompt: list[int], sampling: SamplingParams, num: int, vocab_size: int, stop_ids: frozenset[int] = frozenset()
+    prompt: list[int],
+    sampling: SamplingParams,
+    num: int,
+    vocab_size: int,
+    stop_ids: frozenset[int] = frozenset(),
 ) -> list[int]:
     """What a scripted rank generates for a prompt."""
     out: list[int] = []
@@ -91,7 +95,9 @@ class ScriptedRank:
             zmq.Context.instance().term()
             sys.exit(1)
         self.note("environment", {k: os.environ.get(k) for k in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")})
-        self.send(Ready(self.rank, os.getpid(), self.max_model_len, self.vocab_size, 100, 16, {"model": "toy"}))
+        self.send(
+            Ready(self.rank, os.getpid(), self.max_model_len, self.vocab_size, 100, 16, {"model": "toy"})
+        )
 
     def run(self) -> None:
         while True:
@@ -129,7 +135,9 @@ class ScriptedRank:
         sampling = submit.sampling
         if len(submit.prompt_token_ids) == self.script.get("refuse_length"):
             del self.running[submit.request_id]
-            return SequenceUpdate(submit.request_id, finish_reason="error", error="too big", error_param="prompt")
+            return SequenceUpdate(
+                submit.request_id, finish_reason="error", error="too big", error_param="prompt"
+            )
         emit = self.script.get("emit")
         if emit:
             token = emit[len(out) % len(emit)]

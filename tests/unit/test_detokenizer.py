@@ -75,7 +75,9 @@ def test_random_ids_of_a_byte_level_vocabulary(seed: int, tmp_path: Path) -> Non
     for _ in range(200):
         # Mostly bytes above 0x7f, so that broken, cut and whole characters alternate.
         high = [i for i in range(3, 259) if "\ufffd" in tokenizer.token_text(i)]
-        ids = [rng.choice(high) if rng.random() < 0.8 else rng.randrange(300) for _ in range(rng.randrange(60))]
+        ids = [
+            rng.choice(high) if rng.random() < 0.8 else rng.randrange(300) for _ in range(rng.randrange(60))
+        ]
         for skip in (True, False):
             assert "".join(stream(tokenizer, ids, skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
 
