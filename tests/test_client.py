@@ -37,6 +37,7 @@ from tests.helpers.scripted_rank import expected_tokens
 
 WORKER = "tests.helpers.scripted_rank"
 VOCAB = 300
+KEYWORDS = AsyncLLM.from_config.__func__.__kwdefaults__
 
 
 @pytest.fixture
@@ -452,7 +453,7 @@ def llm(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     monkeypatch.setattr(ranks_module, "WORKER", WORKER)
     monkeypatch.setattr(
         "moe_runtime.engine.async_llm.AsyncLLM.from_config.__func__.__kwdefaults__",
-        {"limit_queue": True, "worker": WORKER},
+        {**KEYWORDS, "worker": WORKER},
     )
     with LLM(model=str(model), ep=2, max_num_seqs=2) as made:
         yield made

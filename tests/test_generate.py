@@ -17,6 +17,7 @@ import pytest
 
 from moe_runtime.errors import ConfigError
 from moe_runtime.server.batch_file import AnswerFile, BadLine, BatchRequest, read_requests
+from moe_runtime.server.errors import invalid
 from tests.helpers import tokenizers
 
 ROOT = Path(__file__).parent.parent
@@ -213,7 +214,7 @@ def test_answer_file_keeps_whole_lines(tmp_path: Path, seed: int) -> None:
         for item in requests[:6]:
             answers.answer(item, "x", {"text": "\u2028 line\nbreaks"})
         answers.refuse(
-            BadLine(9, "r7", pytest.importorskip("moe_runtime.server.errors").invalid("no")), _error()
+            BadLine(9, "r7", invalid("no")), invalid("no")
         )
         with pytest.raises(ConfigError, match="another process"), AnswerFile(path):
             pass

@@ -38,6 +38,7 @@ from moe_runtime.engine.startup import StartupDisplay, wait_until_ready
 from moe_runtime.engine.streams import CompletionStream, OutputBuilder, RequestStream
 from moe_runtime.engine.tokenizer import Tokenizer, load_tokenizer
 from moe_runtime.errors import EngineDeadError, LockstepError, OverloadedError, RequestError
+from moe_runtime.weights.demo_model import resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ _LAST_WORDS_S = 0.3
 """A dying rank's reason may arrive after its death is noticed; streams get the better of the two."""
 _LEAVE_S = 10.0
 """Ranks told to stop finish their step and free what they hold; then they are killed."""
+_LEAVE_DEAD_S = 2.0
+"""Ranks leave by themselves when a peer has died."""
 _LONG_TEXT = 4096
 """Characters from which a prompt is tokenized beside the event loop."""
 
@@ -105,10 +108,7 @@ class AsyncLLM:
 
         Raises ConfigError, CheckpointError, CapacityError, ... as the ranks do; then none of them is left.
         """
-        if config.model == "demo":
-            from moe_runtime.weights.demo_model import resolve_model
-
-            config = replace(config, model=str(await asyncio.to_thread(resolve_model, config.model)))
+        config = replace(config, model=str(await asyncio.to_thread(resolve_model, config.model)))
         link = FrontendLink(config.ep)
         ranks: LocalRanks | None = None
         try:
@@ -271,7 +271,7 @@ class AsyncLLM:
             self._link.send_tick({rank: [Stop()] for rank in range(len(self.ready))})
             self._link.flush()
         self._set_dead(EngineDeadError("the engine has been closed"))
-        await self._link.wait_exits(_LEAVE_S)
+        await self._link.wait_exits(_LEAVE_DEAD_S if was_dead else _LEAVE_S)
         if self._ranks is not None:
             self._ranks.kill()
         self._receiver.cancel()
