@@ -34,6 +34,7 @@ from moe_runtime.errors import (
 )
 from tests.helpers import tokenizers
 from tests.helpers.scripted_rank import expected_tokens
+from tests.helpers.tiny_models import make_tiny
 
 WORKER = "tests.helpers.scripted_rank"
 VOCAB = 300
@@ -547,7 +548,15 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize(
-    "end", ["", "os.kill(os.getpid(), 9)", "raise SystemExit(3)", "1/0", "del llm; import gc; gc.collect()"]
+    "end",
+    [
+        "",
+        "os.kill(os.getpid(), 9)",
+        *(
+            pytest.param(end, marks=pytest.mark.slow)
+            for end in ("raise SystemExit(3)", "1/0", "del llm; import gc; gc.collect()")
+        ),
+    ],
 )
 def test_scripts_leave_no_process(model: Path, tmp_path: Path, end: str) -> None:
     """Unguarded, inside a running loop, and however the script ends."""
@@ -571,3 +580,45 @@ def test_scripts_leave_no_process(model: Path, tmp_path: Path, end: str) -> None
         time.sleep(0.05)
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert "2 ranks: reading" in done.stderr
+
+
+# With the real worker.
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny("mixtral", folder, random.SystemRandom().randrange(2**31), vocab_size=VOCAB)
+    return folder
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir() if path.stat().st_uid == os.getuid()}
+
+
+def test_real_ranks_end_to_end(tiny: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    prompts: list[Any] = [rng.choices(range(3, VOCAB), k=rng.randrange(1, 40)) for _ in range(6)]
+    params = SamplingParams(max_tokens=9, seed=seed, ignore_eos=True, n=2, stop_token_ids=[5])
+    before = shared_memory()
+    answers = []
+    for ep in (1, 2):
+        with LLM(
+            str(tiny), ep=ep, dtype="float32", num_kv_blocks=64, max_model_len=64, skip_tokenizer_init=True
+        ) as llm:
+            answers.append([o.outputs for o in llm.generate(prompts, params, use_tqdm=False)])
+            with pytest.raises(RequestError, match="64"):
+                llm.generate([[1] * 64], use_tqdm=False)
+            if ep == 2:
+                os.kill(llm._engine.ready[1].pid, signal.SIGKILL)
+                with pytest.raises(EngineDeadError, match="rank 1"):
+                    llm.generate(prompts * 50, params, use_tqdm=False)
+    assert answers[0] == answers[1]
+    assert shared_memory() <= before
+
+
+def test_a_real_rank_that_cannot_load(tiny: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="safetensors"):
+        LLM(str(tmp_path), ep=1, skip_tokenizer_init=True)

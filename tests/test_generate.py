@@ -134,7 +134,13 @@ def test_good_and_bad_lines(model: Path, tmp_path: Path) -> None:
     assert num_submitted(model) == submitted
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "how",
+    [
+        signal.SIGKILL,
+        *(pytest.param(how, marks=pytest.mark.slow) for how in (signal.SIGTERM, signal.SIGINT)),
+    ],
+)
 def test_killed_runs_go_on(model: Path, tmp_path: Path, seed: int, how: signal.Signals) -> None:
     rng = random.Random(seed)
     (model / "script.json").write_text(json.dumps({"vocab_size": VOCAB, "step_s": 0.005}))
@@ -213,9 +219,7 @@ def test_answer_file_keeps_whole_lines(tmp_path: Path, seed: int) -> None:
     with AnswerFile(path) as answers:
         for item in requests[:6]:
             answers.answer(item, "x", {"text": "\u2028 line\nbreaks"})
-        answers.refuse(
-            BadLine(9, "r7", invalid("no")), invalid("no")
-        )
+        answers.refuse(BadLine(9, "r7", invalid("no")), invalid("no"))
         with pytest.raises(ConfigError, match="another process"), AnswerFile(path):
             pass
     whole = Path(path).read_bytes()
