@@ -27,6 +27,10 @@ class RequestError(MoeRuntimeError):
         self.param = param
 
 
+class OverloadedError(MoeRuntimeError):
+    """Too many requests are waiting, or the server is shutting down; later may work. Becomes HTTP 503."""
+
+
 class LockstepError(MoeRuntimeError):
     """A peer rank died, is late, or disagrees about the step. The process must end."""
 

@@ -1,6 +1,6 @@
 """The demo model: a real instruct language model as a real MoE checkpoint, built once into the user's cache.
 
-    python -m moe_runtime.tools.demo_model [--force] [--stats]
+    python -m moe_runtime.weights.demo_model [--force] [--stats]
 
 A SmolLM2-135M-Instruct (Apache-2.0) is upcycled to the Mixtral architecture; see `demo_upcycle`.
 """
@@ -23,8 +23,8 @@ from moe_runtime.errors import CapacityError, CheckpointError, MoeRuntimeError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from moe_runtime.tools.demo_source import DenseModel
-    from moe_runtime.tools.demo_upcycle import UpcycleConfig
+    from moe_runtime.weights.demo_source import DenseModel
+    from moe_runtime.weights.demo_upcycle import UpcycleConfig
 
 NAME = "SmolLM2-MoE-8x135M-Instruct-v1"
 """A change of how the model is made changes the version in the name, so that nobody gets an old one."""
@@ -51,6 +51,21 @@ def demo_model_path(progress: bool = True, force: bool = False) -> Path:
         return target
     with _progress_report(progress) as report:
         return build_once(target, lambda folder: _build_demo(folder, report), force)
+
+
+def resolve_model(model: str) -> Path:
+    """The folder meant by the `model` setting: the demo model's, built if need be, or the one named.
+
+    Raises CheckpointError if there is no such folder or it has no config.json.
+    """
+    if model == "demo":
+        return demo_model_path()
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"model {model!r}: no such folder (give the folder of a checkpoint, or `demo`)")
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"model {model!r}: {folder} is not a checkpoint, it has no config.json")
+    return folder
 
 
 def is_complete(folder: Path) -> bool:
@@ -131,7 +146,7 @@ def build_from_dense(
 ) -> None:
     """Upcycle `dense` into an empty folder, manifest last."""
     from moe_runtime.tools import demo_upcycle
-    from moe_runtime.tools.demo_text import SAMPLES
+    from moe_runtime.weights.demo_text import SAMPLES
 
     report("Fitting routers", 0.0)
     states = demo_upcycle.moe_input_states(dense, SAMPLES)
@@ -208,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; prints the folder. Returns the exit status."""
     from rich.console import Console
 
-    parser = argparse.ArgumentParser(prog="python -m moe_runtime.tools.demo_model", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m moe_runtime.weights.demo_model", description=__doc__)
     parser.add_argument("--force", action="store_true", help="build it again even if it is there")
     parser.add_argument("--stats", action="store_true", help="print how the text sample loads the experts")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")

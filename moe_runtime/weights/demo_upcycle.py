@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from moe_runtime.tools.demo_source import DenseModel
+    from moe_runtime.weights.demo_source import DenseModel
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,169 @@
+"""Serve a Mixture-of-Experts model over HTTP with expert parallelism.
+
+    torchrun launch/serve.py --ep 8                                        # 8 ranks on this host
+    torchrun --nproc-per-node 4 launch/serve.py --ep 4 --model DIR         # the same, spelt out
+    torchrun --nnodes 2 --nproc-per-node 8 ... launch/serve.py --ep 16     # two hosts
+
+Each rank is one process: one GPU, or a share of the CPU cores where there is no GPU. The OpenAI-compatible front-end is
+a process of its own, started by rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    # torchrun puts launch/ first; the package lies beside it.
+    sys.path.insert(0, str(ROOT))
+
+import msgspec  # noqa: E402
+
+from moe_runtime import cli  # noqa: E402
+from moe_runtime.config import EngineConfig, ServerConfig, replace  # noqa: E402
+from moe_runtime.engine.worker import leave, serve_rank, setup_logging  # noqa: E402
+from moe_runtime.errors import ConfigError, MoeRuntimeError  # noqa: E402
+from moe_runtime.watchdog import Watchdog, die_with_parent  # noqa: E402
+from moe_runtime.weights.demo_model import resolve_model  # noqa: E402
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+TORCHRUN_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
+    "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHON_EXEC",
+)  # fmt: skip
+
+logger = logging.getLogger("moe_runtime.serve")
+
+
+def main(argv: list[str]) -> int:
+    """Parse, make sure that `ep` ranks run, and run this one."""
+    parser = cli.build_parser("torchrun launch/serve.py", __doc__ or "", (EngineConfig, ServerConfig))
+    arguments = cli.parse(parser, argv)
+    engine, server = arguments[EngineConfig], arguments[ServerConfig]
+    setup_logging(engine.log_level)
+    # Whatever ends the parent (torchrun) ends this process, in order.
+    die_with_parent(signal.SIGTERM)
+    if "RANK" not in os.environ or (os.environ["WORLD_SIZE"] == "1" and engine.ep > 1):
+        # Told here by one process, rather than by every rank; and the demo model is built with its progress on screen.
+        resolve_model(engine.model)
+        become_torchrun(engine.ep, argv)
+    check_rank_count(engine.ep)
+    return run_rank(engine, server)
+
+
+def become_torchrun(ep: int, argv: list[str]) -> NoReturn:
+    """Replace this process by torchrun with `ep` processes on this host."""
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in TORCHRUN_VARIABLES and not k.startswith("TORCHELASTIC_")
+    }
+    # One thread each until the rank sets its own number; also silences torchrun's warning.
+    env["OMP_NUM_THREADS"] = "1"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ep),
+        __file__,
+        *argv,
+    ]
+    os.execve(sys.executable, command, env)
+
+
+def check_rank_count(ep: int) -> None:
+    """Raises ConfigError that says what to type."""
+    started = int(os.environ["WORLD_SIZE"])
+    if started != ep:
+        raise ConfigError(
+            f"--ep {ep}, but torchrun started {started} ranks. Type: torchrun --nproc-per-node {ep} launch/serve.py --ep {ep}"
+            f" ... (or let the script start them: torchrun launch/serve.py --ep {ep} ...)"
+        )
+
+
+def run_rank(engine: EngineConfig, server: ServerConfig) -> int:
+    """This process is one rank; rank 0 also starts the front-end."""
+    from moe_runtime.models.registry import load_spec
+    from moe_runtime.topology import init_topology
+
+    if server.served_model_name is None:
+        name = engine.model if engine.model == "demo" else Path(engine.model).resolve().name
+        server = replace(server, served_model_name=name)
+    engine = replace(engine, model=str(resolve_model(engine.model)))
+    # Cheap checks first, before anything is started: a wrong folder or architecture is told at once.
+    load_spec(Path(engine.model))
+    watchdog = Watchdog()
+    address, folder, front_end = None, None, None
+    if os.environ["RANK"] == "0":
+        folder = Path(tempfile.mkdtemp(prefix="moe-runtime-"))
+        address = f"ipc://{folder}/link"
+        front_end = start_front_end(engine, server, address)
+    try:
+        topology = init_topology(engine.ep, engine.device, engine.step_timeout)
+        link = topology.broadcast_text(f"{address} {front_end.pid if front_end else 0}")
+        address, pid = link.split(" ")
+        if topology.single_host:
+            watchdog.watch(int(pid), f"the HTTP front-end (process {pid})")
+        handle_signals(int(pid) if topology.rank == 0 else None)
+        serve_rank(engine, topology, address, watchdog)
+        return 0
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_front_end(engine: EngineConfig, server: ServerConfig, address: str) -> subprocess.Popen[bytes]:
+    """The HTTP process. In a session of its own, so that Ctrl-C in the terminal reaches only the ranks."""
+    command = [sys.executable, "-m", "moe_runtime.server.main", "--link", address]
+    command += [
+        "--engine-json",
+        msgspec.json.encode(engine).decode(),
+        "--server-json",
+        msgspec.json.encode(server).decode(),
+    ]
+    env = {k: v for k, v in os.environ.items() if k not in TORCHRUN_VARIABLES}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    return subprocess.Popen(command, env=env, start_new_session=True)
+
+
+def handle_signals(front_end_pid: int | None) -> None:
+    """SIGTERM and SIGHUP drain, Ctrl-C stops now: rank 0 tells the front-end, which tells all ranks by a tick."""
+
+    def forward(signum: int, _frame: FrameType | None) -> None:
+        if front_end_pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(front_end_pid, signal.SIGUSR1 if signum == signal.SIGINT else signal.SIGTERM)
+
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(signum, forward)
+
+
+def report_error(error: MoeRuntimeError, debug: bool) -> None:
+    """One clear line, from one rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    if debug:
+        logger.debug("traceback:", exc_info=error)
+
+
+if __name__ == "__main__":
+    try:
+        code = main(sys.argv[1:])
+    except MoeRuntimeError as error:
+        report_error(error, logging.getLogger().isEnabledFor(logging.DEBUG))
+        code = 1
+    leave(code)

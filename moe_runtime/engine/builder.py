@@ -1,0 +1,141 @@
+"""Building one rank's engine from the configuration, in stages after each of which all ranks compare notes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_runtime import backends
+from moe_runtime.engine.block_manager import BlockManager
+from moe_runtime.engine.control import Control
+from moe_runtime.engine.engine import Engine
+from moe_runtime.engine.messages import Ready
+from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
+from moe_runtime.engine.scheduler import Scheduler
+from moe_runtime.errors import ConfigError
+from moe_runtime.models.registry import load_spec
+from moe_runtime.moe import ExpertParallelMoe
+from moe_runtime.placement.layout import contiguous, layer_placement
+from moe_runtime.weights.loader import load_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from moe_runtime.attention.base import AttentionBackend
+    from moe_runtime.attention.kv_cache import KVCache
+    from moe_runtime.config import EngineConfig
+    from moe_runtime.dispatch.base import Dispatcher
+    from moe_runtime.engine.rank_link import RankLink
+    from moe_runtime.experts.base import ExpertKernel
+    from moe_runtime.models.decoder import Decoder
+    from moe_runtime.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+
+class RankBuilder:
+    """Call every one of `stages` in order on all ranks, then engine(). A stage may raise MoeRuntimeError."""
+
+    decoder: Decoder
+    dispatcher: Dispatcher
+    kernel: ExpertKernel
+    cache: KVCache
+    attention: AttentionBackend
+
+    def __init__(
+        self, config: EngineConfig, topology: Topology, report: Callable[[str, float], None]
+    ) -> None:
+        self.config, self.topology, self.report = config, topology, report
+        self.stages = (self.read_config, self.load, self.connect, self.reserve)
+
+    def read_config(self) -> None:
+        """The model's shape, the data type, the context length, the placement."""
+        config = self.config
+        self.spec, self.adapter = load_spec(Path(config.model))
+        self.dtype: torch.dtype = getattr(torch, self.spec.dtype if config.dtype == "auto" else config.dtype)
+        longest = self.spec.max_position_embeddings
+        if config.max_model_len is not None and config.max_model_len > longest:
+            raise ConfigError(
+                f"max_model_len={config.max_model_len}: the model has positions for {longest} tokens at most"
+            )
+        self.max_model_len = config.max_model_len or longest
+        self.placement = contiguous(
+            self.spec.num_moe_layers,
+            self.spec.num_experts,
+            self.topology.world_size,
+            config.num_redundant_experts,
+        )
+
+    def load(self) -> None:
+        """The weights this rank keeps."""
+        local = [layer[self.topology.rank] for layer in self.placement.slots]
+        self.decoder = load_weights(
+            Path(self.config.model),
+            self.spec,
+            self.adapter,
+            local,
+            self.dtype,
+            self.topology.device,
+            progress=lambda share: self.report("loading weights", share),
+        )
+
+    def connect(self) -> None:
+        """Dispatcher and kernels."""
+        self.dispatcher = backends.make_dispatcher(self.config, self.spec, self.dtype, self.topology)
+        self.kernel = backends.make_experts(self.config, self.spec, self.dtype, self.topology)
+
+    def reserve(self) -> None:
+        """The KV cache."""
+        self.report("reserving the KV cache", 0.0)
+        self.cache = allocate_cache(self.config, self.spec, self.dtype, self.max_model_len, self.topology)
+        self.attention = backends.make_attention(self.config, self.spec, self.cache, self.topology)
+
+    def engine(self, link: RankLink) -> Engine:
+        """The rank's engine. All stages must have succeeded on all ranks."""
+        config, topology = self.config, self.topology
+        placements = [
+            layer_placement(self.placement, layer, topology.rank, topology.device)
+            for layer in range(self.spec.num_moe_layers)
+        ]
+        runner = ModelRunner(
+            decoder=self.decoder,
+            cache=self.cache,
+            attention=self.attention,
+            moe=ExpertParallelMoe(self.dispatcher, self.kernel, placements, topology.rank),
+            block_size=config.block_size,
+            device=topology.device,
+        )
+        scheduler = Scheduler(
+            BlockManager(self.num_kv_blocks, config.block_size, config.enable_prefix_caching),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            self.max_model_len,
+        )
+        return Engine(topology.rank, scheduler, runner, Control(topology), link)
+
+    @property
+    def num_kv_blocks(self) -> int:
+        return int(self.cache.keys[0].shape[0])
+
+    def ready(self, pid: int) -> Ready:
+        """What the front-end is told. `pid`: 0 if the front-end is on another host."""
+        return Ready(
+            rank=self.topology.rank,
+            pid=pid,
+            max_model_len=self.max_model_len,
+            vocab_size=self.spec.vocab_size,
+            num_kv_blocks=self.num_kv_blocks,
+            block_size=self.config.block_size,
+            info={
+                "architecture": self.spec.architecture,
+                "device": str(self.topology.device),
+                "dtype": str(self.dtype).removeprefix("torch."),
+                "dispatcher": self.dispatcher.name,
+                "moe_backend": self.kernel.name,
+                "attention_backend": self.attention.name,
+                "slots_per_rank": str(len(self.placement.slots[0][0])),
+            },
+        )

@@ -1,0 +1,77 @@
+"""The lockstep header: one small all-gather per step, from which every rank takes the same decision."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from moe_runtime.errors import LockstepError
+
+if TYPE_CHECKING:
+    from moe_runtime.topology import Topology
+
+
+@dataclass(frozen=True)
+class Header:
+    """What one rank says before a step."""
+
+    step: int
+    """Steps taken so far; must agree."""
+    num_tokens: int
+    """Tokens it will compute in this step; 0 takes part all the same."""
+    has_work: int
+    """1 if it has any sequence, even one that cannot run in this step."""
+    last_tick: int
+    """Number of the last front-end message seen."""
+    stop: int
+    """1 if it was told to stop."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What follows from all headers; the same on every rank."""
+
+    max_num_tokens: int
+    any_work: bool
+    max_tick: int
+    same_tick: bool
+    """All have seen the same front-end messages, so all may go idle."""
+    stop: bool
+    """All were told to stop."""
+
+
+class Control:
+    """Exchanges headers over gloo. Raises LockstepError when a peer has gone, is late, or is at another step."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._group = topology.control_group
+        self._rank = topology.rank
+        self._rows = torch.empty(topology.world_size, len(fields(Header)), dtype=torch.int64)
+
+    def exchange(self, header: Header) -> Agreement:
+        """Collective."""
+        own = torch.tensor(astuple(header), dtype=torch.int64)
+        try:
+            dist.all_gather(list(self._rows.unbind()), own, group=self._group)
+        except RuntimeError as error:
+            raise LockstepError(
+                f"rank {self._rank}, step {header.step}: a peer is gone or late ({error})"
+            ) from error
+        headers = [Header(*row) for row in self._rows.tolist()]
+        if any(h.step != header.step for h in headers):
+            raise LockstepError(f"ranks disagree about the step: {[h.step for h in headers]}")
+        ticks = [h.last_tick for h in headers]
+        return Agreement(
+            max_num_tokens=max(h.num_tokens for h in headers),
+            any_work=any(h.has_work for h in headers),
+            max_tick=max(ticks),
+            same_tick=min(ticks) == max(ticks),
+            stop=all(h.stop for h in headers),
+        )
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(group=self._group)

@@ -1,0 +1,140 @@
+"""The step loop of one rank: schedule, agree, compute, sample, report."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from moe_runtime.core import Sequence, SequenceStatus
+from moe_runtime.engine.control import Header
+from moe_runtime.engine.messages import (
+    Abort,
+    RankStats,
+    ResetPrefixCache,
+    SequenceUpdate,
+    StepOutput,
+    Stop,
+    Submit,
+    Tick,
+)
+from moe_runtime.errors import RequestError
+from moe_runtime.sampling.sampler import sample
+
+if TYPE_CHECKING:
+    from moe_runtime.core import StepPlan
+    from moe_runtime.engine.control import Agreement, Control
+    from moe_runtime.engine.model_runner import ModelRunner
+    from moe_runtime.engine.rank_link import RankLink
+    from moe_runtime.engine.scheduler import Scheduler
+    from moe_runtime.sampling.sampler import SampledToken
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Engine:
+    """One rank. All ranks run the same loop in lockstep; a rank without tokens takes part with none."""
+
+    rank: int
+    scheduler: Scheduler
+    runner: ModelRunner
+    control: Control
+    link: RankLink
+    stopping: bool = False
+    stats: RankStats = field(default_factory=RankStats)
+
+    def run(self) -> None:
+        """Step until all ranks were told to stop. Raises LockstepError if a peer is lost."""
+        while True:
+            self.handle(self.link.drain())
+            plan = self.scheduler.schedule()
+            agreed = self.control.exchange(self._header(plan))
+            if agreed.stop:
+                return
+            if agreed.max_num_tokens > 0:
+                self.step(plan, agreed)
+            elif not agreed.any_work and agreed.same_tick:
+                # Idle: nothing happens on any rank before the front-end speaks to all of them.
+                self.handle(self.link.wait())
+            else:
+                self.handle(self.link.wait_until(agreed.max_tick))
+
+    def step(self, plan: StepPlan, agreed: Agreement) -> None:
+        """Compute the plan with the other ranks, sample, and report."""
+        logits = self.runner.execute(plan, agreed.max_num_tokens)
+        sampling = [item.sequence for item in plan.scheduled if item.samples]
+        sampled = sample(logits, sampling)
+        self.scheduler.commit(plan, [token.token_id for token in sampled])
+        self.stats.steps += 1
+        self.stats.step_tokens = plan.num_tokens
+        self.stats.generation_tokens += len(sampled)
+        if plan.scheduled:
+            self._report([_update(seq, token) for seq, token in zip(sampling, sampled, strict=True)])
+
+    def handle(self, ticks: list[Tick]) -> None:
+        """Carry out the front-end's commands."""
+        for tick in ticks:
+            for command in tick.commands:
+                match command:
+                    case Submit():
+                        self._submit(command)
+                    case Abort():
+                        self.scheduler.abort(command.request_id)
+                    case Stop():
+                        self.stopping = True
+                    case ResetPrefixCache():
+                        self.scheduler.block_manager.reset_prefix_cache()
+            if tick.commands:
+                self._report([])
+
+    def _submit(self, command: Submit) -> None:
+        sequence = Sequence(
+            request_id=command.request_id,
+            prompt_token_ids=command.prompt_token_ids,
+            sampling=command.sampling,
+            eos_token_ids=tuple(command.eos_token_ids),
+        )
+        try:
+            self.scheduler.add(sequence)
+        except RequestError as error:
+            refused = SequenceUpdate(
+                command.request_id, finish_reason="error", error=str(error), error_param=error.param
+            )
+            self._report([refused])
+            return
+        self.stats.prompt_tokens += len(command.prompt_token_ids)
+
+    def _header(self, plan: StepPlan) -> Header:
+        return Header(
+            step=self.stats.steps,
+            num_tokens=plan.num_tokens,
+            has_work=int(self.scheduler.has_work),
+            last_tick=self.link.last_tick,
+            stop=int(self.stopping),
+        )
+
+    def _report(self, updates: list[SequenceUpdate]) -> None:
+        blocks, stats = self.scheduler.block_manager, self.stats
+        stats.num_running = self.scheduler.num_running
+        stats.num_waiting = self.scheduler.num_waiting
+        stats.preemptions = self.scheduler.num_preemptions
+        stats.num_blocks = blocks.num_blocks
+        stats.num_free_blocks = blocks.num_free
+        stats.num_cached_blocks = blocks.num_cached
+        stats.prefix_queries = blocks.prefix_queries
+        stats.prefix_hits = blocks.prefix_hits
+        self.link.send(StepOutput(rank=self.rank, updates=updates, stats=stats))
+
+
+def _update(sequence: Sequence, token: SampledToken) -> SequenceUpdate:
+    finished = sequence.status is SequenceStatus.FINISHED
+    return SequenceUpdate(
+        request_id=sequence.request_id,
+        new_token_ids=[token.token_id],
+        new_logprobs=None if token.logprobs is None else [token.logprobs],
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_preemptions=sequence.num_preemptions,
+        finish_reason=sequence.finish_reason if finished else None,
+        stop_reason=sequence.stop_reason if finished else None,
+    )

@@ -1,0 +1,136 @@
+"""From a step plan to logits: builds the batch's tensors, runs the decoder, owns weights and KV cache of one rank."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_runtime.attention.kv_cache import KVCache
+from moe_runtime.core import ForwardBatch
+from moe_runtime.errors import CapacityError
+from moe_runtime.topology import free_memory_bytes
+
+if TYPE_CHECKING:
+    from moe_runtime.attention.base import AttentionBackend
+    from moe_runtime.config import EngineConfig
+    from moe_runtime.core import StepPlan
+    from moe_runtime.models.decoder import Decoder
+    from moe_runtime.models.spec import ModelSpec
+    from moe_runtime.moe import ExpertParallelMoe
+    from moe_runtime.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+
+def build_batch(plan: StepPlan, block_size: int, max_num_tokens: int, device: torch.device) -> ForwardBatch:
+    """The plan's tokens, sequence after sequence. Blocks for them must already be in the block tables."""
+    input_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    query_starts = [0]
+    seq_lens: list[int] = []
+    logit_rows: list[int] = []
+    for item in plan.scheduled:
+        seq, start, stop = item.sequence, item.start, item.start + item.num_new_tokens
+        input_ids += seq.tokens(start, stop)
+        positions += range(start, stop)
+        table = seq.block_table
+        slots += [table[i // block_size] * block_size + i % block_size for i in range(start, stop)]
+        query_starts.append(len(input_ids))
+        seq_lens.append(stop)
+        if item.samples:
+            logit_rows.append(len(input_ids) - 1)
+    tables = [item.sequence.block_table for item in plan.scheduled]
+    width = max((len(t) for t in tables), default=0)
+    return ForwardBatch(
+        input_ids_T=torch.tensor(input_ids, dtype=torch.int64, device=device),
+        positions_T=torch.tensor(positions, dtype=torch.int64, device=device),
+        slot_mapping_T=torch.tensor(slots, dtype=torch.int64, device=device),
+        block_tables_BM=torch.tensor(
+            [t + [0] * (width - len(t)) for t in tables], dtype=torch.int32, device=device
+        ).view(len(tables), width),
+        query_starts_B1=torch.tensor(query_starts, dtype=torch.int32, device=device),
+        seq_lens_B=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        query_lens=[item.num_new_tokens for item in plan.scheduled],
+        seq_lens=seq_lens,
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        max_num_tokens=max_num_tokens,
+    )
+
+
+@dataclass(frozen=True)
+class ModelRunner:
+    """One rank's model, cache and kernels."""
+
+    decoder: Decoder
+    cache: KVCache
+    attention: AttentionBackend
+    moe: ExpertParallelMoe
+    block_size: int
+    device: torch.device
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan, max_num_tokens: int) -> torch.Tensor:
+        """One forward pass, collective over the ranks: float32 logits (sequences that sample, V), in plan order."""
+        if plan.block_copies:
+            self.cache.copy_blocks(plan.block_copies)
+        batch = build_batch(plan, self.block_size, max_num_tokens, self.device)
+        return self.decoder(batch, self.attention, self.attention.plan(batch), self.moe)
+
+    def close(self) -> None:
+        self.moe.dispatcher.close()
+
+
+def allocate_cache(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, topology: Topology
+) -> KVCache:
+    """The KV cache: `num_kv_blocks`, or what fits the rank's free memory after keeping room for a step.
+
+    Collective. The size is the smallest over ranks. Raises CapacityError, with the numbers, if one sequence of
+    max_model_len tokens would not fit a cache sized from memory.
+    """
+    specs = spec.attention_specs()
+    block_bytes = KVCache.bytes_per_block(specs, config.block_size, dtype)
+    blocks_per_sequence = -(-max_model_len // config.block_size)
+    free = free_memory_bytes(topology)
+    if config.num_kv_blocks is not None:
+        num_blocks = config.num_kv_blocks
+        if num_blocks * block_bytes > free:
+            raise CapacityError(
+                f"num_kv_blocks={num_blocks} needs {_gib(num_blocks * block_bytes)} per rank, but {_gib(free)} is free"
+            )
+    else:
+        room = int(free * config.memory_utilization) - step_bytes(config, spec, dtype, topology.world_size)
+        # More than every running sequence at full length is of no use.
+        num_blocks = min(room // block_bytes, config.max_num_seqs * blocks_per_sequence)
+        num_blocks = min(int(n) for n in topology.all_gather_text(str(num_blocks)))
+        if num_blocks < blocks_per_sequence:
+            raise CapacityError(
+                f"the KV cache has room for {max(0, num_blocks) * config.block_size} tokens per rank ({_gib(free)} free,"
+                f" memory_utilization={config.memory_utilization}), but one sequence may have"
+                f" max_model_len={max_model_len}; lower max_model_len, free memory, or set num_kv_blocks"
+            )
+    logger.info(
+        "KV cache: %d blocks of %d tokens (%s) per rank; %.1f sequences of %d tokens at once",
+        num_blocks, config.block_size, _gib(num_blocks * block_bytes), num_blocks / blocks_per_sequence, max_model_len,
+    )  # fmt: skip
+    return KVCache.allocate(specs, num_blocks, config.block_size, dtype, topology.device)
+
+
+def step_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, world_size: int) -> int:
+    """Working memory of the largest step, roughly: activations of all tokens that can meet on one rank, and logits."""
+    tokens = config.max_num_batched_tokens
+    # Hidden state, residual, normed copy, q/k/v and attention output, in flight at once.
+    attention = tokens * 8 * max(spec.hidden_size, spec.num_heads * spec.head_dim) * dtype.itemsize
+    rows = tokens * world_size * max(1, spec.top_k)
+    experts = rows * (2 * spec.hidden_size + 3 * max(spec.moe_intermediate_size, 1)) * dtype.itemsize
+    # Logits in float32, and what sampling makes of them.
+    logits = config.max_num_seqs * spec.vocab_size * 4 * 4
+    return attention + experts + logits
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

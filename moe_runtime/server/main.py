@@ -1,0 +1,126 @@
+"""The front-end process: `python -m moe_runtime.server.main`, started by rank 0 of launch/serve.py.
+
+It listens before anything is loaded (and answers 503 until the ranks are ready), drains on SIGTERM, stops at once on
+SIGUSR1, and ends with its parent. Exit code 0 after an orderly stop, 1 after any failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import TypeVar
+
+from moe_runtime.config import EngineConfig, ServerConfig
+from moe_runtime.errors import ConfigError, MoeRuntimeError
+from moe_runtime.server.lifecycle import Lifecycle
+from moe_runtime.watchdog import die_with_parent
+
+C = TypeVar("C", EngineConfig, ServerConfig)
+PARENT_DIED = signal.SIGUSR2
+"""What the kernel sends when rank 0 ends. Can be caught, unlike SIGKILL: clients are still told."""
+STOP_NOW = signal.SIGUSR1
+DRAIN = signal.SIGTERM
+_BACKLOG = 2048
+
+logger = logging.getLogger(__name__)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of this process, which is not meant to be started by hand."""
+    parser = argparse.ArgumentParser(prog="python -m moe_runtime.server.main", description=__doc__)
+    parser.add_argument("--link", required=True, help="ZeroMQ address to bind; the ranks connect to it")
+    parser.add_argument("--engine-json", required=True, help="EngineConfig as JSON; `model` is a folder")
+    parser.add_argument(
+        "--server-json",
+        required=True,
+        help="ServerConfig as JSON; `-` reads it from stdin, which hides api_key",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until told to stop; returns the exit code."""
+    # Before anything else: a signal sent to a process without handlers kills it.
+    for signum in (DRAIN, STOP_NOW, PARENT_DIED):
+        signal.signal(signum, lambda _signum, _frame: os._exit(1))
+    # Ctrl-C is rank 0's to handle: it sends STOP_NOW.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(PARENT_DIED)
+    args = build_parser().parse_args(argv)
+    server_json = sys.stdin.read() if args.server_json == "-" else args.server_json
+    engine, server = _decode(args.engine_json, EngineConfig), _decode(server_json, ServerConfig)
+    _setup_logging(engine.log_level)
+    try:
+        return asyncio.run(_serve(engine, server, args.link))
+    except MoeRuntimeError as exc:
+        print(f"error: {exc}", file=sys.stderr, flush=True)  # noqa: T201 - for the user, in one line
+        logger.debug("traceback:", exc_info=exc)
+        return 1
+
+
+async def _serve(engine: EngineConfig, server: ServerConfig, link: str) -> int:
+    # First of all, so that a port in use is told before a model is loaded in vain.
+    with listen(server.host, server.port) as sock:
+        life = Lifecycle(engine, server, link, sock)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(DRAIN, life.drain)
+        loop.add_signal_handler(STOP_NOW, life.stop)
+        loop.add_signal_handler(PARENT_DIED, life.fail, "rank 0 has died")
+        return await life.run()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises ConfigError if the address cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as exc:
+        raise ConfigError(f"host={host!r}: {exc.strerror or exc}") from exc
+    try:
+        # Lets a restart reuse the port at once; a listener that is still there makes bind fail all the same.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+    except OSError as exc:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {exc.strerror}; choose another with --port or --host"
+        ) from exc
+    sock.setblocking(False)
+    sock.set_inheritable(False)
+    return sock
+
+
+def _decode(text: str, kind: type[C]) -> C:
+    values = json.loads(text)
+    # Dataclasses decoded by msgspec skip __post_init__'s checks of unknown names, so the constructor is called.
+    return kind(**values)
+
+
+def _setup_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(asctime)s [http] %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    for noisy in ("uvicorn", "uvicorn.error", "asyncio", "httpcore", "httpx"):
+        logging.getLogger(noisy).setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+
+
+if __name__ == "__main__":
+    code = main()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # Not sys.exit: threads of libraries must not keep the process.
+    os._exit(code)

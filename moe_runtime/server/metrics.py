@@ -1,0 +1,205 @@
+"""Prometheus metrics, with vLLM's names and buckets under `moe_runtime:`.
+
+What a rank counts is read from its last message at the time of the scrape, under the label `engine` (the rank). What the
+front-end times is observed here as deltas pass by; it covers all ranks. Only generation requests count, not health checks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moe_runtime.engine.messages import RankStats
+from moe_runtime.engine.outputs import CompletionDelta
+
+PREFIX = "moe_runtime:"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_TTFT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+)
+TTFT_BUCKETS = (*_TTFT, 80.0, 160.0, 640.0, 2560.0)
+_ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+ITL_BUCKETS = (*_ITL, 80.0)
+_E2E = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+E2E_BUCKETS = (*_E2E, 960.0, 1920.0, 7680.0)
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+Stats = Callable[[], Sequence[RankStats]]
+
+
+def kv_usage(stats: RankStats) -> float:
+    """Share of the KV-cache blocks that running sequences hold, 0 to 1. Blocks that can be evicted count as free."""
+    if not stats.num_blocks:
+        return 0.0
+    return 1.0 - (stats.num_free_blocks + stats.num_cached_blocks) / stats.num_blocks
+
+
+_GAUGES: dict[str, tuple[str, Callable[[RankStats], float]]] = {
+    "num_requests_running": ("Sequences in the running batch", lambda s: s.num_running),
+    "num_requests_waiting": ("Sequences waiting to be scheduled", lambda s: s.num_waiting),
+    "kv_cache_usage_perc": ("Share of KV-cache blocks in use, 0 to 1", kv_usage),
+}
+_COUNTERS: dict[str, tuple[str, Callable[[RankStats], float]]] = {
+    "prompt_tokens": ("Prompt tokens processed", lambda s: s.prompt_tokens),
+    "generation_tokens": ("Tokens generated", lambda s: s.generation_tokens),
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
+    "num_preemptions": ("Sequences pushed out of the running batch to free blocks", lambda s: s.preemptions),
+}
+
+
+class _RankCollector(Collector):
+    """Reads the ranks' own counts when a scrape asks for them."""
+
+    def __init__(self, model_name: str, stats: Stats) -> None:
+        self._model_name = model_name
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        per_rank = list(enumerate(self._stats()))
+        labels = ["model_name", "engine"]
+        families: list[tuple[GaugeMetricFamily | CounterMetricFamily, Callable[[RankStats], float]]] = [
+            *(
+                (GaugeMetricFamily(PREFIX + name, text, labels=labels), read)
+                for name, (text, read) in _GAUGES.items()
+            ),
+            *(
+                (CounterMetricFamily(PREFIX + name, text, labels=labels), read)
+                for name, (text, read) in _COUNTERS.items()
+            ),
+        ]
+        for family, read in families:
+            for rank, stats in per_rank:
+                family.add_metric([self._model_name, str(rank)], read(stats))
+            yield family
+
+
+def token_buckets(largest: int) -> list[float]:
+    """1, 2, 5, 10, 20, 50, ... up to `largest`."""
+    buckets: list[float] = []
+    scale = 1
+    while True:
+        for step in (1, 2, 5):
+            if step * scale > largest:
+                return buckets
+            buckets.append(step * scale)
+        scale *= 10
+
+
+class ServerMetrics:
+    """All metrics of one server, in a registry of their own."""
+
+    def __init__(self, model_name: str, max_model_len: int, stats: Stats) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_RankCollector(model_name, stats))
+        self._model_name = model_name
+        tokens = token_buckets(max_model_len)
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "From a prompt's arrival to its first token", TTFT_BUCKETS
+        )
+        self.itl = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of a completion", ITL_BUCKETS
+        )
+        self.tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time between tokens of a completion", ITL_BUCKETS
+        )
+        self.e2e = self._histogram(
+            "e2e_request_latency_seconds",
+            "From a prompt's arrival to the end of its completions",
+            E2E_BUCKETS,
+        )
+        self.prompt_length = self._histogram("request_prompt_tokens", "Tokens of a prompt", tokens)
+        self.generation_length = self._histogram(
+            "request_generation_tokens", "Tokens of a completion", tokens
+        )
+        success = Counter(
+            PREFIX + "request_success",
+            "Finished completions by reason",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self.success = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        family = Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry)
+        return family.labels(self._model_name)
+
+    def start(self, num_completions: int, arrival: float) -> PromptTimer:
+        """Begin to time a prompt that came in at `arrival`, by time.perf_counter()."""
+        return PromptTimer(self, num_completions, arrival)
+
+    def render(self) -> bytes:
+        """The text that /metrics answers with, of type CONTENT_TYPE."""
+        return generate_latest(self.registry)
+
+
+class PromptTimer:
+    """Observes the completions of one prompt. End it by `finish`, by `abort`, or, after an error, by neither."""
+
+    def __init__(self, metrics: ServerMetrics, num_completions: int, arrival: float) -> None:
+        self._metrics = metrics
+        self._num_unfinished = num_completions
+        self._arrival = arrival
+        self._first: dict[int, float] = {}
+        """Time of each completion's first token."""
+        self._last: dict[int, float] = {}
+        self._num_tokens: dict[int, int] = {}
+        self._num_prompt_tokens = 0
+
+    def see(self, delta: CompletionDelta) -> None:
+        """Take note of a delta at the moment it arrives."""
+        now, index, metrics = time.perf_counter(), delta.index, self._metrics
+        self._num_prompt_tokens = delta.num_prompt_tokens
+        if delta.token_ids:
+            if not self._first:
+                metrics.ttft.observe(now - self._arrival)
+            if index in self._last:
+                # While the reader was busy, tokens came as one delta: the time between them is the mean.
+                gap = (now - self._last[index]) / len(delta.token_ids)
+                for _ in delta.token_ids:
+                    metrics.itl.observe(gap)
+            self._first.setdefault(index, now)
+            self._last[index] = now
+        self._num_tokens[index] = self._num_tokens.get(index, 0) + len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._finish(index, delta.finish_reason)
+
+    def _finish(self, index: int, reason: str) -> None:
+        self._num_unfinished -= 1
+        self._metrics.success[reason].inc()
+        count = self._num_tokens[index]
+        self._metrics.generation_length.observe(count)
+        if count > 1:
+            self._metrics.tpot.observe((self._last[index] - self._first[index]) / (count - 1))
+
+    def finish(self) -> None:
+        """All completions have ended by themselves."""
+        self._metrics.prompt_length.observe(self._num_prompt_tokens)
+        self._metrics.e2e.observe(time.perf_counter() - self._arrival)
+
+    def abort(self) -> None:
+        """The client went away; completions that have not ended count as aborted."""
+        self._metrics.success["abort"].inc(self._num_unfinished)
