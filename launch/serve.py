@@ -10,6 +10,7 @@ a process of its own, started by rank 0.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -32,6 +33,7 @@ from moe_runtime.config import EngineConfig, ServerConfig, replace  # noqa: E402
 from moe_runtime.engine.worker import leave, serve_rank, setup_logging  # noqa: E402
 from moe_runtime.errors import ConfigError, MoeRuntimeError  # noqa: E402
 from moe_runtime.watchdog import Watchdog, die_with_parent  # noqa: E402
+from moe_runtime.weights.demo_model import resolve_model  # noqa: E402
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -47,13 +49,14 @@ logger = logging.getLogger("moe_runtime.serve")
 def main(argv: list[str]) -> int:
     """Parse, make sure that `ep` ranks run, and run this one."""
     parser = cli.build_parser("torchrun launch/serve.py", __doc__ or "", (EngineConfig, ServerConfig))
-    engine, server = cli.parse(parser, argv, (EngineConfig, ServerConfig))
-    assert isinstance(engine, EngineConfig)
-    assert isinstance(server, ServerConfig)
+    arguments = cli.parse(parser, argv)
+    engine, server = arguments[EngineConfig], arguments[ServerConfig]
     setup_logging(engine.log_level)
     # Whatever ends the parent (torchrun) ends this process, in order.
     die_with_parent(signal.SIGTERM)
     if "RANK" not in os.environ or (os.environ["WORLD_SIZE"] == "1" and engine.ep > 1):
+        # Told here by one process, rather than by every rank; and the demo model is built with its progress on screen.
+        resolve_model(engine.model)
         become_torchrun(engine.ep, argv)
     check_rank_count(engine.ep)
     return run_rank(engine, server)
@@ -94,8 +97,6 @@ def check_rank_count(ep: int) -> None:
 def run_rank(engine: EngineConfig, server: ServerConfig) -> int:
     """This process is one rank; rank 0 also starts the front-end."""
     from moe_runtime.models.registry import load_spec
-    from moe_runtime.weights.demo_model import resolve_model
-
     from moe_runtime.topology import init_topology
 
     if server.served_model_name is None:
@@ -144,10 +145,8 @@ def handle_signals(front_end_pid: int | None) -> None:
     def forward(signum: int, _frame: FrameType | None) -> None:
         if front_end_pid is None:
             return
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(front_end_pid, signal.SIGUSR1 if signum == signal.SIGINT else signal.SIGTERM)
-        except ProcessLookupError:
-            pass
 
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, forward)

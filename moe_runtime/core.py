@@ -158,10 +158,21 @@ class Sequence:
     stop_reason: int | None = None
     """The stop token id that ended it, if one of `stop_token_ids` did."""
     num_preemptions: int = 0
+    max_total_tokens: int = 0
+    """Prompt plus output at which it ends with `length`; set when the scheduler accepts it."""
 
     @property
     def token_ids(self) -> list[int]:
+        """Prompt and output joined: a copy of both, so not for use in every step (see `tokens`)."""
         return self.prompt_token_ids + self.output_token_ids
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """`token_ids[start:stop]` at the cost of the slice only."""
+        num_prompt = len(self.prompt_token_ids)
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : stop - num_prompt]
+        part = self.prompt_token_ids[start:stop]
+        return part if stop <= num_prompt else part + self.output_token_ids[: stop - num_prompt]
 
     @property
     def num_tokens(self) -> int:

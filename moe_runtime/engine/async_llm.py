@@ -8,12 +8,12 @@ import logging
 import random
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 from moe_runtime.config import EngineConfig, replace
 from moe_runtime.core import SamplingParams
 from moe_runtime.engine.frontend_link import FrontendLink
+from moe_runtime.engine.in_flight import InFlight, InFlightSequence
 from moe_runtime.engine.messages import (
     Abort,
     Failed,
@@ -38,7 +38,6 @@ from moe_runtime.engine.startup import StartupDisplay, wait_until_ready
 from moe_runtime.engine.streams import CompletionStream, OutputBuilder, RequestStream
 from moe_runtime.engine.tokenizer import Tokenizer, load_tokenizer
 from moe_runtime.errors import EngineDeadError, LockstepError, OverloadedError, RequestError
-from moe_runtime.weights.demo_model import resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +47,6 @@ _LEAVE_S = 10.0
 """Ranks told to stop finish their step and free what they hold; then they are killed."""
 _LONG_TEXT = 4096
 """Characters from which a prompt is tokenized beside the event loop."""
-
-
-@dataclass
-class _Active:
-    """A sequence on a rank, and the part of the rank's load it accounts for."""
-
-    sequence_id: str
-    rank: int
-    request: RequestStream
-    completion: CompletionStream
-    load: int
 
 
 class AsyncLLM:
@@ -96,14 +84,9 @@ class AsyncLLM:
         )
         self._seeds = random.Random(config.seed)
         self._numbers = itertools.count()
-        self._active: dict[str, _Active] = {}
-        """By sequence id."""
-        self._requests: dict[str, list[str]] = {}
-        """Request id -> ids of its unfinished sequences."""
+        self._in_flight = InFlight(self._chooser)
         self._loop = asyncio.get_running_loop()
         self._dead: asyncio.Future[EngineDeadError] = self._loop.create_future()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._draining = False
         self._closing: asyncio.Task[None] | None = None
         link.dead.add_done_callback(self._on_death)
@@ -117,7 +100,10 @@ class AsyncLLM:
 
         Raises ConfigError, CheckpointError, CapacityError, ... as the ranks do; then none of them is left.
         """
-        config = replace(config, model=str(await asyncio.to_thread(resolve_model, config.model)))
+        if config.model == "demo":
+            from moe_runtime.weights.demo_model import resolve_model
+
+            config = replace(config, model=str(await asyncio.to_thread(resolve_model, config.model)))
         link = FrontendLink(config.ep)
         ranks: LocalRanks | None = None
         try:
@@ -173,7 +159,7 @@ class AsyncLLM:
     @property
     def num_unfinished(self) -> int:
         """Requests being served."""
-        return len(self._requests)
+        return len(self._in_flight.request_ids)
 
     async def wait_dead(self) -> EngineDeadError:
         """Returns when the ranks have gone, with the reason."""
@@ -195,7 +181,7 @@ class AsyncLLM:
             async for delta in request:
                 yield delta
         finally:
-            self._abandon(request.request_id)
+            self._abandon(request)
 
     async def generate(
         self,
@@ -212,7 +198,7 @@ class AsyncLLM:
                 builder.add(delta)
                 yield builder.snapshot()
         finally:
-            self._abandon(request.request_id)
+            self._abandon(request)
 
     async def complete(
         self,
@@ -228,24 +214,25 @@ class AsyncLLM:
             async for delta in request:
                 builder.add(delta)
         finally:
-            self._abandon(request.request_id)
+            self._abandon(request)
         return builder.output
 
     async def check(self, prompt: Prompt, params: SamplingParams) -> CheckedRequest:
         """Tokenize a prompt and check the request without sending it. Raises RequestError."""
         limits = ModelLimits(self.max_model_len, self.vocab_size)
         seed = self._seeds.getrandbits(63)
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        text = prompt
+        if isinstance(prompt, dict) and "prompt_token_ids" not in prompt:
+            text = prompt.get("prompt", "")
         if isinstance(text, str) and len(text) > _LONG_TEXT:
             return await asyncio.to_thread(check_request, prompt, params, limits, self.tokenizer, seed)
         return check_request(prompt, params, limits, self.tokenizer, seed)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its unfinished completions get the finish_reason `abort`. Unknown ids are ignored."""
-        for sequence_id in self._requests.get(request_id, []):
-            active = self._active[sequence_id]
-            active.request.put(active.completion.abort())
-        self._abandon(request_id)
+        for sequence in self._in_flight.of_request(request_id):
+            sequence.request.put(sequence.completion.abort())
+            self._drop(sequence)
 
     async def reset_prefix_cache(self) -> None:
         """Tell all ranks to drop the cached blocks that no running sequence uses."""
@@ -257,10 +244,10 @@ class AsyncLLM:
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
-                await self._idle.wait()
+                await self._in_flight.idle.wait()
             return True
         except TimeoutError:
-            for request_id in list(self._requests):
+            for request_id in self._in_flight.request_ids:
                 await self.abort(request_id)
             return False
 
@@ -280,6 +267,7 @@ class AsyncLLM:
         if self._ranks is not None:
             self._ranks.kill()
         self._receiver.cancel()
+        await asyncio.gather(self._receiver, return_exceptions=True)
         self._link.close()
 
     async def _submit(
@@ -291,7 +279,7 @@ class AsyncLLM:
         if self._draining:
             raise OverloadedError("shutting down; no new requests are taken")
         request_id = request_id or uuid.uuid4().hex
-        if request_id in self._requests:
+        if self._in_flight.of_request(request_id):
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request", "request_id")
         return self._send(checked, request_id, self._chooser.choose(rank))
 
@@ -307,38 +295,21 @@ class AsyncLLM:
             sequence_id = f"{request_id}#{next(self._numbers)}"
             load = checked.max_output_tokens + (len(ids) if index == 0 else 0)
             completion = CompletionStream(index, len(ids), params, stop_ids, tokenizer)
-            self._add(_Active(sequence_id, rank, stream, completion, load))
+            self._in_flight.add(InFlightSequence(sequence_id, rank, stream, completion, load))
             commands.append(checked.submission(index, sequence_id, eos_ids))
         self._link.send_tick({rank: commands})
         return stream
 
-    def _add(self, active: _Active) -> None:
-        self._active[active.sequence_id] = active
-        self._requests.setdefault(active.request.request_id, []).append(active.sequence_id)
-        self._idle.clear()
-        load = self._chooser.loads[active.rank]
-        load.num_sequences += 1
-        load.num_tokens += active.load
+    def _abandon(self, request: RequestStream) -> None:
+        """Forget what is unfinished of a request that nobody reads any more."""
+        for sequence in self._in_flight.of_request(request.request_id):
+            # The id may have been taken by a new request since this one finished.
+            if sequence.request is request:
+                self._drop(sequence)
 
-    def _remove(self, active: _Active) -> None:
-        del self._active[active.sequence_id]
-        request_id = active.request.request_id
-        self._requests[request_id].remove(active.sequence_id)
-        if not self._requests[request_id]:
-            del self._requests[request_id]
-        if not self._requests:
-            self._idle.set()
-        load = self._chooser.loads[active.rank]
-        load.num_sequences -= 1
-        load.num_tokens -= active.load
-
-    def _abandon(self, request_id: str) -> None:
-        """Forget a request's unfinished sequences, here and on their rank."""
-        for sequence_id in list(self._requests.get(request_id, [])):
-            active = self._active[sequence_id]
-            self._remove(active)
-            if not self._dead.done():
-                self._link.send_tick({active.rank: [Abort(sequence_id)]})
+    def _drop(self, sequence: InFlightSequence) -> None:
+        self._in_flight.remove(sequence)
+        self._link.send_tick({sequence.rank: [Abort(sequence.sequence_id)]})
 
     async def _receive(self) -> None:
         try:
@@ -355,27 +326,22 @@ class AsyncLLM:
             self._set_dead(EngineDeadError(f"the front-end failed: {exc}"))
 
     def _on_news(self, news: SequenceUpdate) -> None:
-        active = self._active.get(news.request_id)
-        if active is None:
+        sequence = self._in_flight.get(news.request_id)
+        if sequence is None:
             return
-        request = active.request
         if news.finish_reason == "error":
-            request.fail(RequestError(news.error or "the rank refused the request", news.error_param))
-            self._abandon(request.request_id)
+            error = RequestError(news.error or "the rank refused the request", news.error_param)
+            sequence.request.fail(error)
+            self._abandon(sequence.request)
             return
-        delta = active.completion.update(news)
-        request.put(delta)
-        # A prompt counts until its first token.
-        done = len(delta.token_ids)
-        if active.completion.num_tokens == done > 0 and active.completion.index == 0:
-            done += delta.num_prompt_tokens
-        done = min(done, active.load)
-        active.load -= done
-        self._chooser.loads[active.rank].num_tokens -= done
-        if delta.finish_reason is not None:
-            self._remove(active)
-            if news.finish_reason is None:
-                self._link.send_tick({active.rank: [Abort(news.request_id)]})
+        delta = sequence.completion.update(news)
+        sequence.request.put(delta)
+        self._in_flight.credit(sequence, delta)
+        if news.finish_reason is not None:
+            self._in_flight.remove(sequence)
+        elif delta.finish_reason is not None:
+            # A stop string: the rank, which knows no text, would go on.
+            self._drop(sequence)
 
     def _on_failure(self, failed: Failed) -> None:
         error = EngineDeadError(f"rank {failed.rank} failed: {failed.kind}: {failed.message}")
@@ -393,10 +359,9 @@ class AsyncLLM:
         if self._dead.done():
             return
         self._dead.set_result(error)
-        for active in self._active.values():
-            active.request.fail(error)
-        for active in list(self._active.values()):
-            self._remove(active)
+        for sequence in self._in_flight.all():
+            sequence.request.fail(error)
+            self._in_flight.remove(sequence)
 
     def _raise_if_dead(self) -> None:
         if self._dead.done():

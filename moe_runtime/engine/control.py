@@ -55,7 +55,7 @@ class Control:
         """Collective."""
         own = torch.tensor(astuple(header), dtype=torch.int64)
         try:
-            dist.all_gather_into_tensor(self._rows, own, group=self._group)
+            dist.all_gather(list(self._rows.unbind()), own, group=self._group)
         except RuntimeError as error:
             raise LockstepError(
                 f"rank {self._rank}, step {header.step}: a peer is gone or late ({error})"

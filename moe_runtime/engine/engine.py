@@ -122,8 +122,8 @@ class Engine:
         stats.num_blocks = blocks.num_blocks
         stats.num_free_blocks = blocks.num_free
         stats.num_cached_blocks = blocks.num_cached
-        stats.prefix_queries = blocks.num_query_tokens
-        stats.prefix_hits = blocks.num_hit_tokens
+        stats.prefix_queries = blocks.prefix_queries
+        stats.prefix_hits = blocks.prefix_hits
         self.link.send(StepOutput(rank=self.rank, updates=updates, stats=stats))
 
 

@@ -88,7 +88,7 @@ class FrontendLink:
         for rank in range(self.num_ranks):
             payload = self._encoder.encode(Tick(self._num_ticks, pending.get(rank, [])))
             # Without a high-water mark this never waits; the future is done unless the rank has gone.
-            sent = self._socket.send_multipart([b"rank-%d" % rank, payload])
+            sent = asyncio.ensure_future(self._socket.send_multipart([b"rank-%d" % rank, payload]))
             sent.add_done_callback(lambda future, rank=rank: self._on_sent(rank, future))
 
     def watch(self, rank: int, pid: int) -> None:

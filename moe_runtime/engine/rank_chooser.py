@@ -37,7 +37,9 @@ class RankChooser:
         num_ranks = len(self.loads)
         if pinned is not None:
             if isinstance(pinned, bool) or not 0 <= pinned < num_ranks:
-                raise RequestError(f"routed_dp_rank={pinned!r}: ranks are 0 to {num_ranks - 1}", "routed_dp_rank")
+                raise RequestError(
+                    f"routed_dp_rank={pinned!r}: ranks are 0 to {num_ranks - 1}", "routed_dp_rank"
+                )
             if self._is_full(pinned):
                 raise OverloadedError(
                     f"{self._max_queued} requests are waiting for rank {pinned} (max_queued_requests)"
@@ -46,7 +48,9 @@ class RankChooser:
         in_turn = [(self._next + i) % num_ranks for i in range(num_ranks)]
         free = [rank for rank in in_turn if not self._is_full(rank)]
         if not free:
-            raise OverloadedError(f"{self._max_queued} requests are waiting on every rank (max_queued_requests)")
+            raise OverloadedError(
+                f"{self._max_queued} requests are waiting on every rank (max_queued_requests)"
+            )
         best = min(free, key=lambda rank: self.loads[rank].num_tokens)
         self._next = (best + 1) % num_ranks
         return best

@@ -82,7 +82,9 @@ def check_request(
             "min_tokens",
         )
     if tokenizer is None and params.stop_strings:
-        raise RequestError("stop strings need a tokenizer; this engine runs without (skip_tokenizer_init)", "stop")
+        raise RequestError(
+            "stop strings need a tokenizer; this engine runs without (skip_tokenizer_init)", "stop"
+        )
     max_tokens = None if params.max_tokens is None else min(params.max_tokens, room)
     params = msgspec.structs.replace(
         params, max_tokens=max_tokens, seed=seed if params.seed is None else params.seed
@@ -99,21 +101,20 @@ def completion_seed(seed: int, index: int) -> int:
 
 
 def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
-    text: Any = None
-    ids: Any = prompt
-    if isinstance(prompt, Mapping):
-        unknown = sorted(prompt.keys() - {"prompt", "prompt_token_ids"})
-        if unknown or not prompt:
-            raise RequestError(
-                f"a prompt has the keys `prompt` or `prompt_token_ids`, not {unknown or 'none'}", "prompt"
-            )
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    elif isinstance(prompt, str):
-        text, ids = prompt, None
-    if text is not None and not isinstance(text, str):
+    if isinstance(prompt, str):
+        prompt = PromptDict(prompt=prompt)
+    if not isinstance(prompt, Mapping):
+        return None, _as_ids(prompt)
+    unknown = sorted(prompt.keys() - {"prompt", "prompt_token_ids"})
+    if unknown or not prompt:
+        raise RequestError(
+            f"a prompt has the keys `prompt` or `prompt_token_ids`, not {unknown or 'none'}", "prompt"
+        )
+    text = prompt.get("prompt")
+    if not isinstance(text, str | None):
         raise RequestError(f"a prompt's text must be a string, not {type(text).__name__}", "prompt")
-    if ids is not None:
-        return text, _as_ids(ids)
+    if "prompt_token_ids" in prompt:
+        return text, _as_ids(prompt["prompt_token_ids"])
     if tokenizer is None:
         raise RequestError(
             "a text prompt needs a tokenizer, and this engine runs without (skip_tokenizer_init): send token ids",
@@ -129,14 +130,17 @@ def _as_ids(ids: Any) -> list[int]:
         return [operator.index(i) for i in ids]
     except TypeError:
         raise RequestError(
-            "a prompt must be text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`", "prompt"
+            "a prompt must be text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`",
+            "prompt",
         ) from None
 
 
 def _check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
-        raise RequestError(f"{param}: token id {wrong} is not in the vocabulary: 0 to {vocab_size - 1}", param)
+        raise RequestError(
+            f"{param}: token id {wrong} is not in the vocabulary: 0 to {vocab_size - 1}", param
+        )
 
 
 @dataclass(frozen=True)

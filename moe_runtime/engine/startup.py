@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn
+from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
-from rich.progress import TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from moe_runtime import errors
 from moe_runtime.engine.frontend_link import FrontendLink
@@ -64,7 +63,8 @@ async def _next_message(link: FrontendLink) -> RankMessage | None:
     """The next message; None if a rank died first."""
     receive = asyncio.ensure_future(link.recv())
     try:
-        await asyncio.wait({receive, link.dead}, timeout=_SILENCE_S, return_when=asyncio.FIRST_COMPLETED)
+        waited: set[asyncio.Future[Any]] = {receive, link.dead}
+        await asyncio.wait(waited, timeout=_SILENCE_S, return_when=asyncio.FIRST_COMPLETED)
         if receive.done():
             return receive.result()
         if link.dead.done():
@@ -94,7 +94,12 @@ class StartupDisplay:
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+            )
             self._bar = Bar(*columns, console=self._console, transient=True)
             self._task = self._bar.add_task("starting", total=1.0)
             self._bar.start()

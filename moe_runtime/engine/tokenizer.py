@@ -71,12 +71,14 @@ class Tokenizer:
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message",
             )
         template = chat_template or self.chat_template
         if template is None and self.hf.chat_template is None:
             raise RequestError(
-                "the model has no chat template; give one (--chat-template) or send a plain prompt", "messages"
+                "the model has no chat template; give one (--chat-template) or send a plain prompt",
+                "messages",
             )
         try:
             return self.hf.apply_chat_template(

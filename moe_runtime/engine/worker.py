@@ -63,6 +63,11 @@ def serve_rank(config: EngineConfig, topology: Topology, address: str, watchdog:
         watchdog.disarm()
         link.send(_failed(topology.rank, error))
         raise
+    except Exception as error:
+        # A defect, or the machine's (out of memory, say). The others cannot go on without this rank.
+        logger.exception("rank %d failed", topology.rank)
+        link.send(_failed(topology.rank, error))
+        raise errors.MoeRuntimeError(f"rank {topology.rank} failed: {error!r}") from error
     finally:
         link.close()
 

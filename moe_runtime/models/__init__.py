@@ -1,0 +1,1 @@
+"""Model families: one generic decoder, and one short adapter per family."""

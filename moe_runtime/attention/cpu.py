@@ -1,0 +1,337 @@
+"""Attention on CPUs: torch's fused scaled_dot_product_attention over gathered pages.
+
+Sequences with one new token are gathered together, those of similar length in one call; others one by one.
+Grouped-query attention costs no copies: KV heads are a batch dimension, and the query heads that share one are
+rows (one new token) or a stride-0 expansion (several).
+
+Legend: T tokens, H query heads, G KV heads, d head size, B sequences of a group, L gathered tokens,
+Q query rows of a tile, r query heads per KV head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from moe_runtime.attention.base import AttentionNeed, AttentionSpec
+    from moe_runtime.attention.kv_cache import KVCache
+    from moe_runtime.core import ForwardBatch
+
+MAX_PADDED_RATIO = 1.5
+"""A decode group is split when padding would make it gather more than this times what it needs."""
+GATHER_BYTES = 64 * 2**20
+"""A decode group's gathered keys and values stay below this, unless one sequence alone needs more."""
+QUERY_TILE = 256
+"""Query rows per masked call; bounds the mask, and keys that none of the rows may see are left out."""
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Sequences with one new token each, of similar length."""
+
+    rows_B: torch.Tensor
+    """int64: their rows of T."""
+    slots_BL: torch.Tensor
+    """int64. Padding repeats a slot of the same sequence: masked weights are 0, and 0 times NaN is NaN, so
+    a slot that was never written must not be gathered."""
+    mask_B11L: torch.Tensor | None
+    """Added to the scores, 0 or -inf; None without padding."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Query rows of a chunk and the keys they may see, both relative to the chunk's own."""
+
+    queries: slice
+    keys: slice
+    mask_QL: torch.Tensor | None
+    """Added to the scores; None: causal, with as many keys as queries."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One sequence with several new tokens, or with nothing cached before them."""
+
+    rows: slice
+    """Its rows of T."""
+    slots_L: torch.Tensor | None
+    """int64: the slots it may see; None: only its new tokens, so nothing is gathered."""
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """The work of a layer, shared by all layers with the same sliding window."""
+
+    groups: tuple[DecodeGroup, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class CpuAttentionPlan:
+    slot_mapping_T: torch.Tensor
+    by_window: dict[int | None, WindowPlan]
+
+
+class CpuPagedAttention:
+    """See the module. Computes as torch does: float32 in float32, bfloat16 and float16 with float32 sums.
+
+    Beside the cache it takes memory for one decode group or one sequence's keys and values of one layer.
+    """
+
+    name = "cpu"
+
+    def __init__(self, cache: KVCache, specs: Sequence[AttentionSpec]) -> None:
+        self.cache = cache
+        self.specs = tuple(specs)
+
+    @staticmethod
+    def supports(need: AttentionNeed) -> str | None:
+        """None if it can serve this model, else why not."""
+        if need.device_type != "cpu":
+            return f"runs on cpu, not on {need.device_type}"
+        if need.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"{need.dtype} is not one of float32, bfloat16, float16"
+        for spec in need.layers:
+            if spec.num_heads % spec.num_kv_heads:
+                return f"{spec.num_heads} query heads are not a multiple of {spec.num_kv_heads} KV heads"
+        return None
+
+    def plan(self, batch: ForwardBatch) -> CpuAttentionPlan:
+        """Indices and masks of this step, once for all layers with the same window."""
+        assert sum(batch.query_lens) == batch.num_tokens, f"{batch.query_lens} for {batch.num_tokens} tokens"
+        windows = {spec.sliding_window for spec in self.specs}
+        return CpuAttentionPlan(
+            slot_mapping_T=batch.slot_mapping_T,
+            by_window={window: self._plan_window(batch, window) for window in windows},
+        )
+
+    def _plan_window(self, batch: ForwardBatch, window: int | None) -> WindowPlan:
+        specs = [spec for spec in self.specs if spec.sliding_window == window]
+        token_bytes = max(2 * s.num_kv_heads * s.head_dim for s in specs) * self.cache.keys[0].element_size()
+        dtype, size = self.cache.keys[0].dtype, self.cache.block_size
+        decodes, chunks = [], []
+        first = 0
+        for index, (new, total) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+            span = _Span(index, first, new, total, 0 if window is None else max(0, total - new + 1 - window))
+            if new == 1 and total > 1:
+                decodes.append(span)
+            elif new:
+                chunks.append(span)
+            first += new
+        tables_BM = batch.block_tables_BM
+        groups = _group_by_length(decodes, max_tokens=GATHER_BYTES // token_bytes)
+        return WindowPlan(
+            groups=tuple(_decode_group(group, tables_BM, size, dtype) for group in groups),
+            chunks=tuple(_plan_chunks(chunks, window, tables_BM, size, dtype)),
+        )
+
+    def run(
+        self,
+        q_THd: torch.Tensor,
+        k_TGd: torch.Tensor,
+        v_TGd: torch.Tensor,
+        layer: int,
+        plan: CpuAttentionPlan,
+    ) -> torch.Tensor:
+        """Write k and v, attend; returns (T, H, d) in q's dtype."""
+        spec = self.specs[layer]
+        self.cache.write(layer, plan.slot_mapping_T, k_TGd, v_TGd)
+        keys, values = self.cache.keys[layer].flatten(0, 1), self.cache.values[layer].flatten(0, 1)
+        work = plan.by_window[spec.sliding_window]
+        out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
+        for group in work.groups:
+            out_THd.index_copy_(0, group.rows_B, _attend_group(q_THd, keys, values, group, spec))
+        for chunk in work.chunks:
+            if chunk.slots_L is None:
+                k_LGd, v_LGd = k_TGd[chunk.rows], v_TGd[chunk.rows]
+            else:
+                k_LGd, v_LGd = keys.index_select(0, chunk.slots_L), values.index_select(0, chunk.slots_L)
+            for tile in chunk.tiles:
+                out_THd[chunk.rows][tile.queries] = _attend_tile(
+                    q_THd[chunk.rows][tile.queries], k_LGd[tile.keys], v_LGd[tile.keys], tile.mask_QL, spec
+                )
+        return out_THd
+
+
+@dataclass(frozen=True)
+class _Span:
+    """One sequence's part in a step."""
+
+    index: int
+    """In the batch."""
+    first_row: int
+    num_new: int
+    end: int
+    """Its tokens after this step."""
+    first_key: int
+    """First position that any of its new tokens may see."""
+
+    @property
+    def start(self) -> int:
+        """Position of its first new token."""
+        return self.end - self.num_new
+
+    @property
+    def num_keys(self) -> int:
+        return self.end - self.first_key
+
+
+def _group_by_length(spans: list[_Span], max_tokens: int) -> Iterator[list[_Span]]:
+    """Split into groups within MAX_PADDED_RATIO and `max_tokens` gathered tokens; each has at least one."""
+    group: list[_Span] = []
+    useful = 0
+    for span in sorted(spans, key=lambda s: -s.num_keys):
+        if group:
+            padded = (len(group) + 1) * group[0].num_keys
+            if padded > max_tokens or padded > MAX_PADDED_RATIO * (useful + span.num_keys):
+                yield group
+                group, useful = [], 0
+        group.append(span)
+        useful += span.num_keys
+    if group:
+        yield group
+
+
+def _decode_group(
+    spans: list[_Span], tables_BM: torch.Tensor, block_size: int, dtype: torch.dtype
+) -> DecodeGroup:
+    longest = max(span.num_keys for span in spans)
+    index_B, rows_B, first_B, end_B = torch.tensor(
+        [(s.index, s.first_row, s.first_key, s.end) for s in spans], dtype=torch.int64
+    ).unbind(1)
+    position_BL = first_B[:, None] + torch.arange(longest)
+    padding_BL = position_BL >= end_B[:, None]
+    position_BL = torch.minimum(position_BL, end_B[:, None] - 1)
+    block_BL = tables_BM[index_B[:, None], position_BL // block_size].long()
+    mask_B11L = None
+    if any(span.num_keys < longest for span in spans):
+        mask_BL = torch.zeros(padding_BL.shape, dtype=dtype).masked_fill_(padding_BL, -torch.inf)
+        mask_B11L = mask_BL[:, None, None, :]
+    return DecodeGroup(rows_B, block_BL * block_size + position_BL % block_size, mask_B11L)
+
+
+def _attend_group(
+    q_THd: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: DecodeGroup, spec: AttentionSpec
+) -> torch.Tensor:
+    """(B, H, d) of the group's sequences. keys, values: (slots, G, d)."""
+    num_seqs, longest = group.slots_BL.shape
+    shape = (num_seqs, longest, spec.num_kv_heads, spec.head_dim)
+    slots = group.slots_BL.flatten()
+    k_BGLd = keys.index_select(0, slots).view(shape).transpose(1, 2)
+    v_BGLd = values.index_select(0, slots).view(shape).transpose(1, 2)
+    q_BGrd = q_THd.index_select(0, group.rows_B).view(num_seqs, spec.num_kv_heads, -1, spec.head_dim)
+    out_BGrd = scaled_dot_product_attention(
+        q_BGrd, k_BGLd, v_BGLd, attn_mask=group.mask_B11L, scale=spec.scale
+    )
+    return out_BGrd.reshape(num_seqs, spec.num_heads, spec.head_dim)
+
+
+def _plan_chunks(
+    spans: list[_Span], window: int | None, tables_BM: torch.Tensor, block_size: int, dtype: torch.dtype
+) -> list[Chunk]:
+    """Cut each sequence's new tokens into tiles, which all share one mask."""
+    cuts = [_cut(span, window) for span in spans]
+    masked = [cut for cuts_of_span in cuts for cut in cuts_of_span if not cut.plainly_causal(window)]
+    mask_QL = _band_mask(
+        num_queries=max((cut.num_queries for cut in masked), default=0),
+        num_keys=max((cut.num_keys for cut in masked), default=0),
+        window=window,
+        dtype=dtype,
+    )
+    return [
+        Chunk(
+            rows=slice(span.first_row, span.first_row + span.num_new),
+            slots_L=_slots(span, tables_BM, block_size) if span.num_new < span.end else None,
+            tiles=tuple(
+                Tile(
+                    queries=slice(cut.first - span.start, cut.end - span.start),
+                    keys=slice(cut.first_key - span.first_key, cut.end - span.first_key),
+                    mask_QL=None if cut.plainly_causal(window) else cut.corner(mask_QL),
+                )
+                for cut in cuts_of_span
+            ),
+        )
+        for span, cuts_of_span in zip(spans, cuts, strict=True)
+    ]
+
+
+def _slots(span: _Span, tables_BM: torch.Tensor, block_size: int) -> torch.Tensor:
+    position_L = torch.arange(span.first_key, span.end)
+    block_L = tables_BM[span.index, position_L // block_size].long()
+    return block_L * block_size + position_L % block_size
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Queries first..end-1 over keys first_key..end-1, as positions in the sequence."""
+
+    first: int
+    end: int
+    first_key: int
+
+    @property
+    def num_queries(self) -> int:
+        return self.end - self.first
+
+    @property
+    def num_keys(self) -> int:
+        return self.end - self.first_key
+
+    def plainly_causal(self, window: int | None) -> bool:
+        """Whether no mask is needed but the square causal one."""
+        return self.first == self.first_key and (window is None or self.num_queries <= window)
+
+    def corner(self, mask_QL: torch.Tensor) -> torch.Tensor:
+        """This cut's part of a mask for at least as many queries and keys."""
+        return mask_QL[mask_QL.shape[0] - self.num_queries :, mask_QL.shape[1] - self.num_keys :]
+
+
+def _cut(span: _Span, window: int | None) -> list[_Cut]:
+    whole = _Cut(span.start, span.end, first_key=span.first_key)
+    if whole.plainly_causal(window):
+        return [whole]
+    return [
+        _Cut(
+            first=first,
+            end=min(first + QUERY_TILE, span.end),
+            first_key=0 if window is None else max(0, first + 1 - window),
+        )
+        for first in range(span.start, span.end, QUERY_TILE)
+    ]
+
+
+def _band_mask(num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a query sees a key, else -inf; the last query is the last key.
+
+    What is seen depends on the distance only, so a tile of fewer queries and keys uses the lower right corner.
+    """
+    distance_QL = torch.arange(num_queries)[:, None] - torch.arange(num_keys) + (num_keys - num_queries)
+    hidden_QL = distance_QL < 0
+    if window is not None:
+        hidden_QL |= distance_QL >= window
+    return torch.zeros(num_queries, num_keys, dtype=dtype).masked_fill_(hidden_QL, -torch.inf)
+
+
+def _attend_tile(
+    q_QHd: torch.Tensor,
+    k_LGd: torch.Tensor,
+    v_LGd: torch.Tensor,
+    mask_QL: torch.Tensor | None,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """(Q, H, d) of one tile."""
+    groups, per_group = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
+    q_GrQd = q_QHd.reshape(-1, groups, per_group, spec.head_dim).permute(1, 2, 0, 3)
+    k_GrLd = k_LGd.transpose(0, 1)[:, None].expand(-1, per_group, -1, -1)
+    v_GrLd = v_LGd.transpose(0, 1)[:, None].expand(-1, per_group, -1, -1)
+    out_GrQd = scaled_dot_product_attention(
+        q_GrQd, k_GrLd, v_GrLd, attn_mask=mask_QL, is_causal=mask_QL is None, scale=spec.scale
+    )
+    return out_GrQd.permute(2, 0, 1, 3).flatten(1, 2)

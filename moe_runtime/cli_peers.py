@@ -1,0 +1,86 @@
+"""Flags that users bring from vLLM and SGLang, where they are more than another name for one of ours."""
+
+from __future__ import annotations
+
+NEGATIVES: dict[str, tuple[str, ...]] = {
+    "enable_prefix_caching": ("disable-radix-cache",),
+    "log_requests": ("disable-log-requests",),
+}
+"""Flags that switch a boolean setting off."""
+
+_NOT_YET: dict[str, str] = {
+    "quantisation": "quantization q kv-cache-dtype",
+    "tensor parallelism": "tensor-parallel-size tp-size tp moe-tp moe-tp-size moe-dense-tp-size dense-tp-size",
+    "pipeline parallelism": "pipeline-parallel-size pp-size pp",
+    "TLS": "ssl-keyfile ssl-certfile ssl-ca-certs",
+    "CORS headers": "allowed-origins allow-credentials allowed-methods allowed-headers",
+    "an administrator's key": "admin-api-key",
+    "a Unix socket": "uds",
+    "choosing the kernels' communication mode": "deepep-mode",
+    "load balancing of experts": "enable-eplb eplb-config eplb-algorithm eplb-rebalance-num-iterations"
+    " init-expert-location ep-dispatch-algorithm",
+    "recording of expert loads": "expert-distribution-recorder-mode expert-distribution-recorder-buffer-size"
+    " enable-expert-distribution-metrics enable-return-routed-experts",
+    "overlap of two batches": "enable-dbo dbo-decode-token-threshold dbo-prefill-token-threshold"
+    " enable-two-batch-overlap enable-single-batch-overlap",
+    "sizing the KV cache in bytes or tokens (use --num-kv-blocks)": "kv-cache-memory-bytes max-total-tokens",
+    "KV cache outside the device's memory": "kv-offloading-size swap-space cpu-offload-gb"
+    " enable-hierarchical-cache hicache-ratio hicache-size",
+    "KV cache events": "kv-events-config",
+    "a choice of eviction policy": "radix-eviction-policy prefix-caching-hash-algo",
+    "a choice of scheduling policy": "scheduling-policy schedule-policy enable-priority-scheduling",
+    "overlapped scheduling": "async-scheduling disable-overlap-schedule",
+    "grouping of streamed tokens": "stream-interval",
+    "CUDA graphs": "enforce-eager disable-cuda-graph cuda-graph-bs cuda-graph-max-bs"
+    " cudagraph-capture-sizes max-cudagraph-capture-size",
+    "compilation": "compilation-config enable-torch-compile O O0 O1 O2 O3",
+    "speculative decoding": "speculative-config speculative-algorithm speculative-draft-model-path"
+    " speculative-num-steps speculative-num-draft-tokens speculative-eagle-topk",
+    "grammars": "structured-outputs-config guided-decoding-backend grammar-backend",
+    "tool calls and reasoning parsers": "enable-auto-tool-choice tool-call-parser reasoning-parser",
+    "disaggregated prefill": "kv-transfer-config disaggregation-mode disaggregation-transfer-backend"
+    " disaggregation-bootstrap-port",
+    "LoRA": "enable-lora lora-modules lora-paths max-loras max-lora-rank max-loras-per-batch",
+    "overriding generation settings (send them with each request)": "override-generation-config",
+    "overriding the model's configuration": "hf-overrides json-model-override-args",
+    "tracing": "otlp-traces-endpoint enable-trace",
+    "profiling": "profiler-config",
+    "elastic ranks": "enable-elastic-ep elastic-ep-backend max-ep-size enable-fault-tolerance"
+    " enable-elastic-expert-backup",
+    "deterministic mode": "enable-deterministic-inference deterministic",
+    "code from a checkpoint": "trust-remote-code",
+    "tokenizer modes": "tokenizer-mode tokenizer-revision",
+}
+"""What is missing: the flags, without dashes, that would ask for it."""
+
+_INSTEAD: dict[str, str] = {
+    "enable-expert-parallel": "experts are always sharded here; use --ep N",
+    "data-parallel-size": "attention is data-parallel over the expert-parallel ranks; use --ep N",
+    "dp-size": "attention is data-parallel over the expert-parallel ranks; use --ep N",
+    "dp": "attention is data-parallel over the expert-parallel ranks; use --ep N",
+    "enable-dp-attention": "attention is always data-parallel here; leave it out",
+    "enable-chunked-prefill": "chunked prefill is always on; --max-num-batched-tokens sets the size",
+    "revision": "checkpoints are folders here; download the revision you want and pass its folder to --model",
+    "download-dir": "checkpoints are folders here; pass the folder to --model",
+    "load-format": "only safetensors are loaded; leave it out",
+    "chat-template-content-format": "content parts are understood without it; leave it out",
+    "enable-metrics": "/metrics is always served; leave it out",
+    "enable-prompt-tokens-details": "cached tokens are always reported; leave it out",
+    "enable-cache-report": "cached tokens are always reported; leave it out",
+    "disable-log-stats": "use --log-stats-interval 0",
+    "decode-log-interval": "use --log-stats-interval SECONDS",
+    "watchdog-timeout": "use --step-timeout SECONDS",
+    "distributed-executor-backend": "ranks are started by torchrun; leave it out",
+    "nnodes": "give it to torchrun, before the script's name",
+    "node-rank": "give it to torchrun, before the script's name",
+    "master-addr": "give it to torchrun, before the script's name",
+    "master-port": "give it to torchrun, before the script's name",
+    "nproc-per-node": "give it to torchrun, before the script's name",
+    "dist-init-addr": "use torchrun's --master-addr and --master-port, before the script's name",
+}
+"""Flags for which there is another way."""
+
+UNSUPPORTED: dict[str, str] = {
+    flag: f"not supported yet ({what})" for what, flags in _NOT_YET.items() for flag in flags.split()
+} | _INSTEAD
+"""A peer's flag without dashes, and why it is refused."""

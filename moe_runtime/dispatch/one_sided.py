@@ -1,0 +1,256 @@
+"""Tokens are stored straight into the memory of the rank that needs them, over a shared-memory heap.
+
+dispatch() and combine() store this rank's messages and return; wait() on their result receives the peers', so
+work placed between the two (a shared expert) overlaps with slower ranks. A call first finishes the one before it
+if that has not been waited for yet. `mailbox` has the protocol and its picture.
+
+A message longer than its slab goes in rounds. Each header says how many rounds its sender needs, so after the
+first one all ranks know the largest number, and do that many.
+
+Legend: T tokens here, K experts per token, D hidden, N ranks, R token rows, S expert rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_runtime.core import DispatchPlan, ExpertBatch
+from moe_runtime.dispatch import heap_shm
+from moe_runtime.dispatch.base import Deferred
+from moe_runtime.dispatch.mailbox import Call, Header, Mailboxes, segment_bytes, slab_bytes, slab_capacity
+from moe_runtime.dispatch.rows import (
+    Incoming,
+    Outgoing,
+    Traffic,
+    plan_incoming,
+    plan_outgoing,
+    starts,
+    sum_in_k_order,
+)
+from moe_runtime.errors import CapacityError
+
+if TYPE_CHECKING:
+    from moe_runtime.dispatch.rows import Int32Array
+    from moe_runtime.dispatch.waiting import IsAlive
+
+_DISPATCH, _COMBINE = 1, 2
+
+
+def unsupported(
+    num_ranks: int,
+    same_host: bool,
+    device_type: str,
+    buffer_bytes: int,
+    free_shm_bytes: int,
+    row_bytes: int,
+    topk: int,
+) -> str | None:
+    """Why the one-sided dispatcher cannot serve this, or None.
+
+    `buffer_bytes`: shared memory per rank; `free_shm_bytes`: what heap_shm.free_shm_bytes() says before any rank has
+    reserved; `row_bytes`: the widest token row.
+    """
+    reason = heap_shm.unsupported(same_host, device_type)
+    if reason is not None:
+        return reason
+    needed = segment_bytes(num_ranks, 1, row_bytes, topk)
+    if slab_capacity(slab_bytes(num_ranks, buffer_bytes), row_bytes, topk) < 1:
+        return f"a buffer of {buffer_bytes} bytes per rank cannot hold a row per peer, which takes {needed}"
+    if num_ranks * buffer_bytes > free_shm_bytes:
+        return (
+            f"{num_ranks} x {buffer_bytes / 2**20:.1f} MiB of shared memory are needed,"
+            f" {heap_shm.SHM_FOLDER} has {free_shm_bytes / 2**20:.1f} MiB free"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class _Handle:
+    outgoing: Outgoing
+    incoming: Incoming
+
+
+class OneSidedDispatcher:
+    """Dispatcher between CPU ranks of one host.
+
+    group: gloo group, used only during construction. hidden_size, topk, dtype: the widest rows of any layer.
+    buffer_bytes: shared memory of each rank. step_timeout: seconds that a peer may be late.
+    is_alive(rank): whether a peer's process still runs.
+    Raises CapacityError if the buffer cannot hold one row per peer or /dev/shm cannot hold the buffers.
+    """
+
+    name = "one_sided"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        hidden_size: int,
+        topk: int,
+        dtype: torch.dtype,
+        buffer_bytes: int,
+        step_timeout: float,
+        is_alive: IsAlive,
+    ) -> None:
+        self.traffic = Traffic()
+        num_ranks = dist.get_world_size(group)
+        slab = slab_bytes(num_ranks, buffer_bytes)
+        needed = segment_bytes(num_ranks, 1, hidden_size * dtype.itemsize, topk)
+        if slab_capacity(slab, hidden_size * dtype.itemsize, topk) < 1:
+            raise CapacityError(
+                f"dispatch buffer of {buffer_bytes} bytes: one row of {hidden_size} x {dtype} per peer needs {needed}"
+                f" bytes per rank with {num_ranks} ranks (dispatch_buffer_mib >= {-(-needed >> 20)})"
+            )
+        heap = heap_shm.SharedHeap(group, slab * 2 * max(1, num_ranks - 1))
+        self._mail = Mailboxes(heap, slab, step_timeout, is_alive)
+        self._last: _Transfer | None = None
+
+    def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Deferred[ExpertBatch]:
+        """Stores the rows at their destinations; wait() receives. x_TD must not change until then.
+
+        Raises LockstepError if a peer is dead, late or at another call, CapacityError if no row fits the buffer.
+        """
+        outgoing = plan_outgoing(plan.global_slot_TK.numpy(), plan.num_ranks, plan.slots_per_rank)
+        call = Call(
+            _DISPATCH, plan.max_num_tokens, x_TD.shape[1], x_TD.element_size(), outgoing.slot_MK.shape[1]
+        )
+        transfer = self._post(
+            x_TD, torch.from_numpy(outgoing.token_M), outgoing.slot_MK, outgoing.rows_N, call
+        )
+        self.traffic.dispatches += 1
+        self.traffic.rows_sent += sum(outgoing.rows_N) - outgoing.rows_N[plan.rank]
+
+        def finish() -> ExpertBatch:
+            tokens, slots, rows_N = self._finish(transfer)
+            incoming = plan_incoming(slots, rows_N, plan.slots_per_rank)
+            return ExpertBatch(
+                tokens_RD=tokens,
+                row_index_S=torch.from_numpy(incoming.row_index_S),
+                num_rows_p=torch.from_numpy(incoming.rows_p),
+                handle=_Handle(outgoing, incoming),
+            )
+
+        return Deferred(finish)
+
+    def combine(
+        self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan, weights_TK: torch.Tensor
+    ) -> Deferred[torch.Tensor]:
+        """Stores expert rows at their tokens' owners; wait() receives and sums. y_SD must not change until then.
+
+        Raises as dispatch does.
+        """
+        handle: _Handle = batch.handle
+        outgoing, incoming = handle.outgoing, handle.incoming
+        call = Call(_COMBINE, plan.max_num_tokens, y_SD.shape[1], y_SD.element_size(), 0)
+        no_slots = np.empty((incoming.return_S.size, 0), dtype=np.int32)
+        transfer = self._post(y_SD, torch.from_numpy(incoming.return_S), no_slots, incoming.pairs_N, call)
+        self.traffic.combines += 1
+        self.traffic.rows_returned += sum(incoming.pairs_N) - incoming.pairs_N[plan.rank]
+
+        def finish() -> torch.Tensor:
+            returned, _, rows_N = self._finish(transfer)
+            assert rows_N == outgoing.pairs_N, f"{rows_N} expert rows came back instead of {outgoing.pairs_N}"
+            return sum_in_k_order(
+                returned,
+                torch.from_numpy(outgoing.position_TK),
+                weights_TK,
+                all_present=outgoing.num_pairs == outgoing.position_TK.size,
+            )
+
+        return Deferred(finish)
+
+    def close(self) -> None:
+        """Give the shared memory back. Idempotent."""
+        self._last = None
+        self._mail.close()
+
+    def _post(
+        self, x: torch.Tensor, index_M: torch.Tensor, slot_MK: Int32Array, rows_N: list[int], call: Call
+    ) -> _Transfer:
+        if self._last is not None:
+            self._last.finish()
+        self._last = _Transfer(self._mail, self.traffic, x, index_M, slot_MK, rows_N, call)
+        return self._last
+
+    def _finish(self, transfer: _Transfer) -> tuple[torch.Tensor, Int32Array, list[int]]:
+        result = transfer.finish()
+        if self._last is transfer:
+            # It holds the rows it sent; they should not live until the next layer.
+            self._last = None
+        return result
+
+
+class _Transfer:
+    """One message from every rank to every rank, in one round or several. Posts its first round at once."""
+
+    def __init__(
+        self,
+        mail: Mailboxes,
+        traffic: Traffic,
+        x: torch.Tensor,
+        index_M: torch.Tensor,
+        slot_MK: Int32Array,
+        rows_N: list[int],
+        call: Call,
+    ) -> None:
+        """Sends rows x[index], grouped by destination as rows_N says, each with its slots."""
+        self._mail, self._traffic, self._call = mail, traffic, call
+        self._x, self._index_M, self._slot_MK = x, index_M, slot_MK
+        self._rows_N, self._starts = rows_N, starts(rows_N)
+        self._capacity = mail.capacity(call)
+        longest = max((rows_N[peer] for peer in mail.peers()), default=0)
+        self._rounds = max(1, -(-longest // self._capacity))
+        self._result: tuple[torch.Tensor, Int32Array, list[int]] | None = None
+        self._post(0)
+
+    def finish(self) -> tuple[torch.Tensor, Int32Array, list[int]]:
+        """Receive: rows by (source rank, order sent), their slots, rows per source. In private memory."""
+        if self._result is None:
+            self._result = self._receive_all()
+        return self._result
+
+    def _post(self, number: int) -> None:
+        """Store and publish round `number` for every peer."""
+        self._mail.next_exchange()
+        self._traffic.rounds += 1
+        for peer in self._mail.peers():
+            total = self._rows_N[peer]
+            begin = min(total, number * self._capacity)
+            count = min(total - begin, self._capacity)
+            if count:
+                slab = self._mail.outbox(peer, self._call, self._x.dtype)
+                at = self._starts[peer] + begin
+                torch.index_select(self._x, 0, self._index_M[at : at + count], out=slab.rows_CD[:count])
+                slab.slots_CK[:count] = self._slot_MK[at : at + count]
+            self._mail.signal(peer, Header(total, self._rounds), self._call)
+
+    def _receive_all(self) -> tuple[torch.Tensor, Int32Array, list[int]]:
+        mail, call, x = self._mail, self._call, self._x
+        arrived = {peer: mail.receive(peer, call, x.dtype) for peer in mail.peers()}
+        rounds = max([self._rounds, *(header.rounds for _, header in arrived.values())])
+        rows_N = list(self._rows_N)
+        # What this rank keeps is as many rows as it sends to itself; the peers' headers tell the rest.
+        for peer, (_, header) in arrived.items():
+            rows_N[peer] = header.total_rows
+        place = starts(rows_N)
+        rows = x.new_empty(place[-1], x.shape[1])
+        slots = np.empty((place[-1], call.topk), dtype=np.int32)
+        own, mine = slice(place[mail.rank], place[mail.rank + 1]), slice(*self._starts[mail.rank :][:2])
+        torch.index_select(x, 0, self._index_M[mine], out=rows[own])
+        slots[own] = self._slot_MK[mine]
+        for number in range(rounds):
+            if number:
+                self._post(number)
+                arrived = {peer: mail.receive(peer, call, x.dtype) for peer in mail.peers()}
+            for peer, (slab, header) in arrived.items():
+                begin = min(header.total_rows, number * self._capacity)
+                count = min(header.total_rows - begin, self._capacity)
+                at = place[peer] + begin
+                rows[at : at + count] = slab.rows_CD[:count]
+                slots[at : at + count] = slab.slots_CK[:count]
+        return rows, slots, rows_N

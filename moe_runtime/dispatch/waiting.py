@@ -1,0 +1,66 @@
+"""Waiting for peers without hanging: every wait has a deadline and ends in LockstepError."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from moe_runtime.errors import LockstepError
+
+IsAlive = Callable[[int], bool]
+"""Whether the process of a rank still runs; called now and then while waiting for it."""
+
+# Looks at a flag before the first sleep. A look with its sched_yield takes about a microsecond, so peers that
+# are in step are seen at once, and one that computes for long is waited for at little cost.
+_SPINS = 2000
+_SHORTEST_SLEEP = 50e-6
+_LONGEST_SLEEP = 1e-3
+_SECONDS_BETWEEN_ALIVE_CHECKS = 0.02
+
+
+def wait_until(arrived: Callable[[], bool], peer: int, what: str, timeout: float, is_alive: IsAlive) -> None:
+    """Return once arrived() holds.
+
+    Raises LockstepError naming `peer` as soon as it is dead, or after `timeout` seconds.
+    """
+    for _ in range(_SPINS):
+        if arrived():
+            return
+        os.sched_yield()
+    begin = time.monotonic()
+    next_check = begin
+    sleep = _SHORTEST_SLEEP
+    while not arrived():
+        now = time.monotonic()
+        if now >= next_check:
+            next_check = now + _SECONDS_BETWEEN_ALIVE_CHECKS
+            # A peer may end right after its last message, hence the second look.
+            if not is_alive(peer) and not arrived():
+                raise LockstepError(f"rank {peer} died while this rank waited for its {what}")
+        if now - begin > timeout:
+            raise LockstepError(f"rank {peer} sent no {what} for {timeout:g} s (step_timeout)")
+        time.sleep(sleep)
+        sleep = min(2 * sleep, _LONGEST_SLEEP)
+
+
+@contextmanager
+def lockstep_errors(what: str) -> Iterator[None]:
+    """Turn the RuntimeError of a failed collective (a lost connection, a timeout) into LockstepError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LockstepError(f"{what} failed, a peer rank is dead or late: {error}") from error
+
+
+def wait_work(work: dist.Work, what: str, timeout: float, device_type: str) -> None:
+    """Wait for a collective. On CUDA only the stream waits: NCCL's own watchdog ends a rank whose peer is gone."""
+    with lockstep_errors(what):
+        if device_type == "cpu":
+            work.wait(timedelta(seconds=timeout))
+        else:
+            work.wait()

@@ -1,0 +1,51 @@
+"""Matrix products with weights, and the gated MLP made of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from moe_runtime.layers.activation import activation
+
+
+def weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    """An uninitialised inference parameter; the weight loader fills it."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """y = x W^T + b with W of [out, in]."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight = weight(out_features, in_features, dtype=dtype, device=device)
+        self.bias = weight(out_features, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (..., in); returns (..., out) in the same dtype."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class GatedMlp(nn.Module):
+    """down(act(gate x) * (up x)), gate and up stacked in one matrix: rows 0..F-1 gate, F..2F-1 up."""
+
+    def __init__(
+        self, hidden: int, intermediate: int, act: str, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.gate_up = Linear(hidden, 2 * intermediate, dtype, device)
+        self.down = Linear(intermediate, hidden, dtype, device)
+        self.act = activation(act)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """x_TD: (T, D); returns (T, D)."""
+        gate, up = self.gate_up(x_TD).chunk(2, dim=-1)
+        return self.down(self.act(gate) * up)

@@ -1,0 +1,209 @@
+"""The generic MoE decoder: one device, no ranks. Its weights come from `weights.loader`.
+
+Pre-norm residual layers of attention and MLP, as in all supported families; what differs is in the ModelSpec.
+Precision follows transformers. Nothing here reads a tensor's value on the host.
+Legend: T tokens, H query heads, G KV heads, d head size, D hidden, F expert intermediate, E experts, p slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from moe_runtime.experts.base import ExpertWeights
+from moe_runtime.experts.router import route
+from moe_runtime.layers.embedding import Embedding
+from moe_runtime.layers.linear import GatedMlp, Linear, weight
+from moe_runtime.layers.norm import RmsNorm
+from moe_runtime.layers.rope import RotaryEmbedding, rotate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from moe_runtime.attention.base import AttentionBackend
+    from moe_runtime.core import ForwardBatch, Routing
+    from moe_runtime.models.spec import ModelSpec
+
+
+class RoutedExperts(Protocol):
+    """What runs the routed experts of a MoE layer; `moe.ExpertParallelMoe` is one."""
+
+    def __call__(
+        self,
+        moe_layer: int,
+        x_TD: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        max_num_tokens: int,
+        meanwhile: Callable[[], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Returns (T, D): the weighted sum of the routed experts, plus `meanwhile()` where given."""
+        ...
+
+
+class Attention(nn.Module):
+    """Projections, norms and rotation around the backend's attention."""
+
+    def __init__(self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.layer, self.head_dim, self.clip = layer, spec.head_dim, spec.clip_qkv
+        self.q_width, self.kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        rows = self.q_width + 2 * self.kv_width
+        self.qkv = Linear(spec.hidden_size, rows, dtype, device, spec.qkv_bias)
+        self.out = Linear(self.q_width, spec.hidden_size, dtype, device, spec.attention_out_bias)
+        self.norm_per_head = spec.qk_norm == "head"
+        self.q_norm: RmsNorm | None = None
+        self.k_norm: RmsNorm | None = None
+        if spec.qk_norm != "none":
+            q_size, k_size = (
+                (self.head_dim, self.head_dim) if self.norm_per_head else (self.q_width, self.kv_width)
+            )
+            self.q_norm = RmsNorm(q_size, spec.norm_eps, dtype, device)
+            self.k_norm = RmsNorm(k_size, spec.norm_eps, dtype, device)
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        backend: AttentionBackend,
+        plan: Any,
+    ) -> torch.Tensor:
+        """x_TD: normed hidden states; rotation: cos and sin. Returns (T, D)."""
+        q, k, v = self.qkv(x_TD).split((self.q_width, self.kv_width, self.kv_width), dim=-1)
+        q_THd, k_TGd = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
+        v_TGd = self._heads(v)
+        if self.clip is not None:
+            q_THd, k_TGd, v_TGd = (x.clamp(-self.clip, self.clip) for x in (q_THd, k_TGd, v_TGd))
+        attended = backend.run(rotate(q_THd, *rotation), rotate(k_TGd, *rotation), v_TGd, self.layer, plan)
+        return self.out(attended.flatten(1))
+
+    def _normed(self, x: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
+        if norm is None:
+            return self._heads(x)
+        return norm(self._heads(x)) if self.norm_per_head else self._heads(norm(x))
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """(T, heads * d) to (T, heads, d); written out because -1 is ambiguous at T = 0."""
+        return x.view(x.shape[0], x.shape[1] // self.head_dim, self.head_dim)
+
+
+class MoeMlp(nn.Module):
+    """Router, the experts in this rank's slots, and the shared expert if there is one."""
+
+    def __init__(
+        self, spec: ModelSpec, moe_layer: int, num_slots: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        hidden, inner, shared = (
+            spec.hidden_size,
+            spec.moe_intermediate_size,
+            spec.shared_expert_intermediate_size,
+        )
+        self.moe_layer = moe_layer
+        self.top_k, self.renormalize = spec.top_k, spec.norm_topk_prob
+        self.weights_dtype = dtype if spec.router_weights_in_model_dtype else torch.float32
+        self.activation = spec.activation
+        self.router = Linear(hidden, spec.num_experts, dtype, device)
+        self.gate_up = weight(num_slots, 2 * inner, hidden, dtype=dtype, device=device)
+        self.down = weight(num_slots, hidden, inner, dtype=dtype, device=device)
+        self.shared_expert = GatedMlp(hidden, shared, spec.activation, dtype, device) if shared else None
+        self.shared_expert_gate = Linear(hidden, 1, dtype, device) if shared else None
+
+    def expert_weights(self) -> ExpertWeights:
+        """The slots' weights; the tensors themselves, not copies."""
+        return ExpertWeights(gate_up_pFD=self.gate_up, down_pDF=self.down, activation=self.activation)
+
+    def forward(self, x_TD: torch.Tensor, moe: RoutedExperts, max_num_tokens: int) -> torch.Tensor:
+        """x_TD: normed hidden states. Calls `moe` once, also with T = 0. Returns (T, D)."""
+        routing = route(self.router(x_TD), self.top_k, self.renormalize, self.weights_dtype)
+        shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
+        return moe(self.moe_layer, x_TD, routing, self.expert_weights(), max_num_tokens, shared)
+
+    def _shared(self, x_TD: torch.Tensor) -> torch.Tensor:
+        assert self.shared_expert is not None
+        assert self.shared_expert_gate is not None
+        return torch.sigmoid(self.shared_expert_gate(x_TD)) * self.shared_expert(x_TD)
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        mlp: GatedMlp | MoeMlp,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.input_norm = RmsNorm(spec.hidden_size, spec.norm_eps, dtype, device)
+        self.attention = Attention(spec, layer, dtype, device)
+        self.mlp_norm = RmsNorm(spec.hidden_size, spec.norm_eps, dtype, device)
+        self.mlp = mlp
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        backend: AttentionBackend,
+        plan: Any,
+        moe: RoutedExperts,
+        max_num_tokens: int,
+    ) -> torch.Tensor:
+        x_TD = x_TD + self.attention(self.input_norm(x_TD), rotation, backend, plan)
+        normed = self.mlp_norm(x_TD)
+        if isinstance(self.mlp, MoeMlp):
+            return x_TD + self.mlp(normed, moe, max_num_tokens)
+        return x_TD + self.mlp(normed)
+
+
+class Decoder(nn.Module):
+    """A whole model on one device, holding the experts of one rank's slots. Parameters start uninitialised."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_slots_per_moe_layer: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """num_slots_per_moe_layer: expert slots held here, for each MoE layer in order (0 is allowed)."""
+        super().__init__()
+        assert len(num_slots_per_moe_layer) == spec.num_moe_layers
+        self.spec, self.dtype = spec, dtype
+        slots = dict(zip(spec.moe_layers, enumerate(num_slots_per_moe_layer), strict=True))
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype, device)
+        self.rope = RotaryEmbedding(spec.rope, device)
+        self.layers = nn.ModuleList()
+        for layer in range(spec.num_layers):
+            mlp: GatedMlp | MoeMlp
+            if layer in slots:
+                mlp = MoeMlp(spec, *slots[layer], dtype, device)
+            else:
+                mlp = GatedMlp(spec.hidden_size, spec.dense_intermediate_size, spec.activation, dtype, device)
+            self.layers.append(DecoderLayer(spec, layer, mlp, dtype, device))
+        self.norm = RmsNorm(spec.hidden_size, spec.norm_eps, dtype, device)
+        tied = spec.tie_word_embeddings
+        self.head = None if tied else Linear(spec.hidden_size, spec.vocab_size, dtype, device)
+
+    def moe_mlps(self) -> tuple[MoeMlp, ...]:
+        """The MoE layers in order, for those who read or replace expert weights between steps."""
+        return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeMlp))
+
+    def forward(
+        self, batch: ForwardBatch, attention: AttentionBackend, attention_plan: Any, moe: RoutedExperts
+    ) -> torch.Tensor:
+        """Compute the batch's tokens and write their KV. Returns float32 logits, (len(batch.logit_rows), V).
+
+        `attention_plan` is `attention.plan(batch)`. Every MoE layer calls `moe` once, whatever T is.
+        """
+        x_TD = self.embedding(batch.input_ids_T)
+        rotation = self.rope(batch.positions_T, self.dtype)
+        for layer in self.layers:
+            x_TD = layer(x_TD, rotation, attention, attention_plan, moe, batch.max_num_tokens)
+        head = self.embedding.weight if self.head is None else self.head.weight
+        return F.linear(self.norm(x_TD[batch.logit_rows]), head).float()

@@ -1,0 +1,572 @@
+"""AsyncLLM and LLM against scripted ranks: real processes on the real wire, with a model that is a hash."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_runtime.config import EngineConfig
+from moe_runtime.core import SamplingParams
+from moe_runtime.engine import ranks as ranks_module
+from moe_runtime.engine.async_llm import AsyncLLM
+from moe_runtime.engine.llm import LLM
+from moe_runtime.engine.requests import completion_seed
+from moe_runtime.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    LockstepError,
+    OverloadedError,
+    RequestError,
+)
+from tests.helpers import tokenizers
+from tests.helpers.scripted_rank import expected_tokens
+
+WORKER = "tests.helpers.scripted_rank"
+VOCAB = 300
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tokenizers.byte_level(tmp_path / "model", VOCAB)
+    write_script(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After every test: no file in the temporary folder, no child process."""
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield
+    assert list(scratch.iterdir()) == []
+    assert children() == []
+
+
+def children() -> list[int]:
+    out = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
+    return [int(pid) for pid in out.split()]
+
+
+def write_script(folder: Path, **script: Any) -> None:
+    (folder / "script.json").write_text(json.dumps({"vocab_size": VOCAB, **script}))
+
+
+def told(folder: Path, rank: int, what: str) -> list[Any]:
+    lines = (folder / f"rank-{rank}.jsonl").read_text().splitlines()
+    return [detail for kind, detail in map(json.loads, lines) if kind == what]
+
+
+@asynccontextmanager
+async def engine(model: Path, limit_queue: bool = True, **flags: Any) -> AsyncIterator[AsyncLLM]:
+    config = EngineConfig(model=str(model), **flags)
+    client = await AsyncLLM.from_config(config, limit_queue=limit_queue, worker=WORKER)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def test_tokens_text_and_metadata(model: Path, seed: int) -> None:
+    async def main() -> None:
+        rng = random.Random(seed)
+        async with engine(model, ep=2) as client:
+            requests = []
+            for length in range(1, 20):
+                prompt = rng.choices(range(VOCAB), k=length)
+                params = SamplingParams(
+                    n=rng.randrange(1, 4),
+                    seed=rng.randrange(99),
+                    max_tokens=rng.randrange(1, 9),
+                    logprobs=2,
+                    ignore_eos=True,
+                )
+                requests.append((prompt, params))
+            outputs = await asyncio.gather(*(client.complete(p, s) for p, s in requests))
+            for (prompt, params), output in zip(requests, outputs, strict=True):
+                assert output.finished
+                assert output.prompt_token_ids == prompt
+                assert output.num_cached_tokens == 1
+                for index, completion in enumerate(output.outputs):
+                    sampling = SamplingParams(seed=completion_seed(params.seed or 0, index))
+                    ids = expected_tokens(prompt, sampling, params.max_tokens or 0, VOCAB)
+                    assert completion.index == index
+                    assert completion.token_ids == ids
+                    assert completion.text == client.tokenizer.decode(ids)
+                    assert completion.finish_reason == "length"
+                    assert completion.cumulative_logprob == pytest.approx(-len(ids))
+                    assert [list(entry)[0] for entry in completion.logprobs] == ids
+                    assert all(len(entry) == 2 for entry in completion.logprobs)
+                    assert completion.logprobs[0][ids[0]].decoded_token == client.tokenizer.token_text(ids[0])
+            assert client.num_unfinished == 0
+            assert [load.num_tokens for load in client._chooser.loads] == [0, 0]
+
+    asyncio.run(main())
+
+
+def test_stream_equals_complete_and_generate_grows(model: Path) -> None:
+    async def main() -> None:
+        async with engine(model) as client:
+            params = SamplingParams(n=2, seed=5, max_tokens=12, ignore_eos=True)
+            whole = await client.complete("hello world", params)
+            texts, ids = ["", ""], [[], []]
+            async for delta in client.stream("hello world", params):
+                texts[delta.index] += delta.text
+                ids[delta.index] += delta.token_ids
+                assert delta.num_prompt_tokens == len(whole.prompt_token_ids)
+            assert texts == [c.text for c in whole.outputs]
+            assert ids == [c.token_ids for c in whole.outputs]
+            snapshots = [o async for o in client.generate("hello world", params)]
+            assert [o.finished for o in snapshots][-1]
+            assert snapshots[-1].outputs == whole.outputs
+            lengths = [sum(len(c.token_ids) for c in o.outputs) for o in snapshots]
+            assert lengths == sorted(lengths)
+            assert lengths[0] < lengths[-1]
+
+    asyncio.run(main())
+
+
+def test_seeds_are_drawn_from_the_engines(model: Path) -> None:
+    async def tokens(seed: int) -> list[list[int]]:
+        async with engine(model, seed=seed) as client:
+            params = SamplingParams(max_tokens=6, ignore_eos=True)
+            return [(await client.complete([1, 2], params)).outputs[0].token_ids for _ in range(2)]
+
+    first, again, other = (asyncio.run(tokens(s)) for s in (0, 0, 1))
+    assert first == again != other
+    assert first[0] != first[1]
+
+
+def test_stop_string_ends_the_sequence_on_the_rank(model: Path) -> None:
+    async def main() -> None:
+        async with engine(model) as client:
+            ids = client.tokenizer.encode("hello. stop here and more text")
+            write_script(model, emit=ids)
+        async with engine(model) as client:
+            out = (await client.complete("x", SamplingParams(stop=["stop", "zzz"], max_tokens=None))).outputs[
+                0
+            ]
+            assert (out.text, out.finish_reason, out.stop_reason) == ("hello. ", "stop", "stop")
+            assert client.tokenizer.decode(out.token_ids).endswith("stop")
+            out = (
+                await client.complete(
+                    "x", SamplingParams(stop="stop", include_stop_str_in_output=True, max_tokens=None)
+                )
+            ).outputs[0]
+            assert out.text == "hello. stop"
+            first_end = len(client.tokenizer.encode("hello. stop"))
+            params = SamplingParams(stop="stop", min_tokens=first_end + 1, max_tokens=None)
+            out = (await client.complete("x", params)).outputs[0]
+            assert out.text.startswith("hello. stop here and more text")
+            assert len(out.token_ids) >= len(ids)
+            out = (await client.complete("x", SamplingParams(stop="never", max_tokens=first_end))).outputs[0]
+            assert (out.text, out.finish_reason) == ("hello. stop", "length")
+        assert len([t for t in told(model, 0, "tick") if t[1] == "Abort"]) == 3
+        assert all(s["sampling"]["stop"] is None for s in told(model, 0, "submit"))
+
+    asyncio.run(main())
+
+
+def test_eos_and_stop_ids(model: Path) -> None:
+    end, word = 2, 40
+    (model / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [end, 7], "top_k": 5, "max_new_tokens": 9})
+    )
+
+    async def main() -> None:
+        write_script(model, emit=[10, 11, end, 12, word, 13])
+        async with engine(model) as client:
+            assert client.default_sampling == {"top_k": 5, "max_tokens": 9}
+            text = client.tokenizer.decode
+            out = (await client.complete([1], SamplingParams(max_tokens=6))).outputs[0]
+            assert (out.token_ids, out.text, out.finish_reason, out.stop_reason) == (
+                [10, 11, end],
+                text([10, 11]),
+                "stop",
+                None,
+            )
+            params = SamplingParams(max_tokens=6, ignore_eos=True, stop_token_ids=[word])
+            out = (await client.complete([1], params)).outputs[0]
+            assert (out.finish_reason, out.stop_reason) == ("stop", word)
+            assert out.text == text([10, 11, 12])
+            params = SamplingParams(
+                max_tokens=6, ignore_eos=True, stop_token_ids=[word], include_stop_str_in_output=True
+            )
+            assert (await client.complete([1], params)).outputs[0].text == text([10, 11, 12, word])
+            out = (await client.complete([1], SamplingParams(max_tokens=6, min_tokens=4))).outputs[0]
+            assert (len(out.token_ids), out.finish_reason) == (6, "length")
+
+    asyncio.run(main())
+    assert {tuple(s["eos_token_ids"]) for s in told(model, 0, "submit")} == {(end, 7), ()}
+
+
+BAD_REQUESTS: list[tuple[Any, dict[str, Any], str]] = [
+    ([], {}, "empty"),
+    ("", {}, "empty"),
+    ([1] * 64, {}, "64 tokens.*at most 64"),
+    ([1] * 63, {"min_tokens": 2, "max_tokens": 5}, "room for 1"),
+    ([5, VOCAB], {}, f"token id {VOCAB} .*0 to {VOCAB - 1}"),
+    ([-1], {}, "-1"),
+    ([1, True], {}, "must be text"),
+    ([1.5], {}, "must be text"),
+    (None, {}, "must be text"),
+    ({}, {}, "keys"),
+    ({"prompt": "x", "multi_modal_data": 1}, {}, "multi_modal_data"),
+    ({"prompt": 3}, {}, "string"),
+    ({"prompt_token_ids": None}, {}, "must be text"),
+    ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
+    ([1], {"stop_token_ids": [VOCAB + 3]}, "stop_token_ids"),
+]
+
+
+def test_bad_requests_never_reach_a_rank(model: Path) -> None:
+    async def main() -> None:
+        async with engine(model) as client:
+            for prompt, params, message in BAD_REQUESTS:
+                with pytest.raises(RequestError, match=message):
+                    await client.complete(prompt, SamplingParams(**params))
+
+    asyncio.run(main())
+    assert told(model, 0, "submit") == []
+
+
+def test_max_tokens_is_cut_to_the_context(model: Path) -> None:
+    async def main() -> None:
+        async with engine(model) as client:
+            for max_tokens in (None, 1000, 60):
+                out = await client.complete([3] * 10, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+                assert len(out.outputs[0].token_ids) == min(54, max_tokens or 54)
+                assert out.outputs[0].finish_reason == "length"
+
+    asyncio.run(main())
+
+
+def test_a_request_refused_by_the_rank(model: Path) -> None:
+    async def main() -> None:
+        write_script(model, refuse_length=13)
+        async with engine(model) as client:
+            with pytest.raises(RequestError, match="too big") as caught:
+                await client.complete([1] * 13, SamplingParams(n=3))
+            assert caught.value.param == "prompt"
+            assert client.num_unfinished == 0
+            assert (await client.complete([1] * 12, SamplingParams())).finished
+
+    asyncio.run(main())
+
+
+def test_leaving_a_stream_frees_the_request(model: Path) -> None:
+    async def main() -> None:
+        write_script(model, step_s=0.02)
+        async with engine(model) as client:
+            stream = client.stream([1], SamplingParams(n=2, max_tokens=None, ignore_eos=True))
+            await anext(stream)
+            await stream.aclose()
+            task = asyncio.create_task(client.complete([1, 2], SamplingParams(max_tokens=None)))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert client.num_unfinished == 0
+            assert client._chooser.loads[0].num_tokens == 0
+            assert (await client.complete([3], SamplingParams(max_tokens=2))).finished
+        assert len([t for t in told(model, 0, "tick") if t[1] == "Abort"]) == 3
+
+    asyncio.run(main())
+
+
+def test_abort_by_id_ends_the_stream(model: Path) -> None:
+    async def main() -> None:
+        write_script(model, step_s=0.01)
+        async with engine(model) as client:
+            params = SamplingParams(n=2, max_tokens=None, ignore_eos=True)
+            task = asyncio.create_task(client.complete([1], params, request_id="mine"))
+            await asyncio.sleep(0.1)
+            with pytest.raises(RequestError, match="in use"):
+                await client.complete([1], params, request_id="mine")
+            await client.abort("mine")
+            await client.abort("unknown")
+            output = await task
+            assert [c.finish_reason for c in output.outputs] == ["abort", "abort"]
+
+    asyncio.run(main())
+
+
+def test_ranks_are_chosen_by_load(model: Path) -> None:
+    async def main() -> None:
+        write_script(model, step_s=0.05)
+        async with engine(model, ep=3) as client:
+            params = SamplingParams(max_tokens=20, ignore_eos=True)
+            tasks = [asyncio.create_task(client.complete([9] * 30, params, routed_dp_rank=1))]
+            tasks += [
+                asyncio.create_task(client.complete([i], SamplingParams(max_tokens=5, n=2))) for i in range(4)
+            ]
+            await asyncio.gather(*tasks)
+            for bad in (-1, 3, True):
+                with pytest.raises(RequestError, match="0 to 2"):
+                    await client.complete([1], params, routed_dp_rank=bad)
+        counts = [[len(s["prompt_token_ids"]) for s in told(model, r, "submit")] for r in range(3)]
+        assert counts == [[1] * 4, [30], [1] * 4], "completions of one prompt share a rank"
+
+    asyncio.run(main())
+
+
+def test_every_rank_sees_every_tick_and_a_turn_is_one_tick(model: Path) -> None:
+    async def main() -> None:
+        async with engine(model, ep=2) as client:
+            await asyncio.gather(*(client.complete([i], SamplingParams(max_tokens=1)) for i in range(6)))
+            await client.reset_prefix_cache()
+        ticks = [told(model, rank, "tick") for rank in range(2)]
+        assert (
+            {t[0] for t in ticks[0] if t[1] == "Submit"}
+            == {t[0] for t in ticks[1] if t[1] == "Submit"}
+            == {1}
+        )
+        assert [t[1] for t in ticks[0]][-2:] == ["ResetPrefixCache", "Stop"]
+
+    asyncio.run(main())
+
+
+def test_overload_and_drain(model: Path) -> None:
+    async def main() -> None:
+        write_script(model, step_s=0.02)
+        async with engine(model, max_num_seqs=2, max_queued_requests=3) as client:
+            params = SamplingParams(max_tokens=8, ignore_eos=True)
+            results = await asyncio.gather(
+                *(client.complete([1], params) for _ in range(9)), return_exceptions=True
+            )
+            assert sum(isinstance(r, OverloadedError) for r in results) == 4
+            assert sum(not isinstance(r, Exception) for r in results) == 5
+            running = asyncio.create_task(client.complete([1], params))
+            await asyncio.sleep(0)
+            assert await client.drain(10) is True
+            assert (await running).outputs[0].finish_reason == "length"
+            with pytest.raises(OverloadedError, match="shutting down"):
+                await client.complete([1], params)
+
+    asyncio.run(main())
+
+
+def test_drain_aborts_what_takes_too_long(model: Path) -> None:
+    async def main() -> None:
+        write_script(model, step_s=0.1)
+        async with engine(model) as client:
+            running = asyncio.create_task(
+                client.complete([1], SamplingParams(max_tokens=None, ignore_eos=True))
+            )
+            await asyncio.sleep(0.3)
+            assert await client.drain(0.1) is False
+            assert (await running).outputs[0].finish_reason == "abort"
+
+    asyncio.run(main())
+
+
+def test_death_of_a_rank_reaches_every_stream(model: Path) -> None:
+    async def main() -> None:
+        write_script(model, step_s=0.01, die_after_steps=[1, 5])
+        async with engine(model, ep=2) as client:
+            params = SamplingParams(max_tokens=60, ignore_eos=True)
+            results = await asyncio.gather(
+                *(client.complete([i], params) for i in range(4)), return_exceptions=True
+            )
+            pid = client.ready[1].pid
+            assert all(isinstance(r, EngineDeadError) for r in results[1::2])
+            assert f"rank 1 (process {pid})" in str(results[1])
+            assert client.dead is await client.wait_dead()
+            with pytest.raises(EngineDeadError):
+                await client.complete([1], params)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "message"),
+    [
+        ({"fail": [1, "CheckpointError", "no such tensor: x"]}, CheckpointError, "^no such tensor: x$"),
+        (
+            {"fail": [0, "ZeroDivisionError", "oops"]},
+            EngineDeadError,
+            "rank 0 failed: ZeroDivisionError: oops",
+        ),
+        ({"fail": [0, "LockstepError", "peer gone"]}, LockstepError, "peer gone"),
+        ({"die_at_start": 1}, EngineDeadError, "rank 1 .* exit code 3"),
+    ],
+)
+def test_failures_while_starting(
+    model: Path, script: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    write_script(model, **script)
+    with pytest.raises(error, match=message):
+        asyncio.run(engine(model, ep=2).__aenter__())
+
+
+def test_no_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="skip_tokenizer_init"):
+        asyncio.run(engine(model).__aenter__())
+
+    async def main() -> None:
+        async with engine(model, skip_tokenizer_init=True) as client:
+            output = await client.complete([1, 2], SamplingParams(max_tokens=3, logprobs=0, ignore_eos=True))
+            assert output.outputs[0].text == ""
+            assert len(output.outputs[0].token_ids) == 3
+            for prompt, stop in (("text", None), ([1], "x")):
+                with pytest.raises(RequestError, match="skip_tokenizer_init"):
+                    await client.complete(prompt, SamplingParams(stop=stop))
+
+    asyncio.run(main())
+
+
+def test_close_fails_open_streams_and_can_be_repeated(model: Path) -> None:
+    async def main() -> None:
+        async with engine(model) as client:
+            open_request = asyncio.create_task(
+                client.complete([1], SamplingParams(max_tokens=None, ignore_eos=True))
+            )
+            await asyncio.sleep(0)
+            await asyncio.gather(client.close(), client.close())
+            with pytest.raises(EngineDeadError, match="closed"):
+                await open_request
+
+    asyncio.run(main())
+
+
+# LLM: the synchronous face.
+
+
+@pytest.fixture
+def llm(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    monkeypatch.setattr(ranks_module, "WORKER", WORKER)
+    monkeypatch.setattr(
+        "moe_runtime.engine.async_llm.AsyncLLM.from_config.__func__.__kwdefaults__",
+        {"limit_queue": True, "worker": WORKER},
+    )
+    with LLM(model=str(model), ep=2, max_num_seqs=2) as made:
+        yield made
+
+
+def test_llm_results_are_in_prompt_order(llm: LLM, seed: int) -> None:
+    rng = random.Random(seed)
+    prompts: list[Any] = [rng.choices(range(VOCAB), k=rng.randrange(1, 30)) for _ in range(40)]
+    params = [SamplingParams(max_tokens=rng.randrange(1, 20), seed=i, ignore_eos=True) for i in range(40)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, sampling, output in zip(prompts, params, outputs, strict=True):
+        assert output.outputs[0].token_ids == expected_tokens(
+            prompt, sampling, sampling.max_tokens or 0, VOCAB
+        )
+    mixed = ["hello", {"prompt": "hello"}, {"prompt_token_ids": [1, 2]}, [1, 2]]
+    outputs = llm.generate(mixed, SamplingParams(seed=3), use_tqdm=False)
+    assert [o.prompt for o in outputs] == ["hello", "hello", None, None]
+    assert outputs[0].outputs == outputs[1].outputs
+    assert outputs[2].outputs == outputs[3].outputs
+    assert len(llm.generate("hello", use_tqdm=False)) == 1
+    assert len(llm.generate([1, 2, 3], use_tqdm=False)) == 1
+    assert llm.generate([], use_tqdm=False) == []
+
+
+def test_llm_names_the_bad_prompt_before_it_starts(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=f"prompt 1: .*{VOCAB}"):
+        llm.generate([[1], [VOCAB]], use_tqdm=False)
+    with pytest.raises(RequestError, match="2 prompts but 1 sampling_params"):
+        llm.generate([[1], [2]], [SamplingParams()], use_tqdm=False)
+    assert told(Path(llm.config.model), 0, "submit") == []
+
+
+def test_llm_chat(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "hello"}]
+    (output,) = llm.chat(talk, SamplingParams(seed=1), use_tqdm=False)
+    assert output.prompt == "<|start|>user\nhello<|end|>\n<|start|>assistant\n"
+    assert output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt, add_special_tokens=False)
+    pair = llm.chat([talk, talk], SamplingParams(seed=1), use_tqdm=False)
+    assert [p.outputs for p in pair] == [output.outputs] * 2
+    half = [*talk, {"role": "assistant", "content": "well"}]
+    (output,) = llm.chat(half, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)
+    assert output.prompt.endswith("assistant\nwell")
+    (output,) = llm.chat(talk, use_tqdm=False, chat_template="{{ messages[0].content }}!")
+    assert output.prompt == "hello!"
+    with pytest.raises(RequestError, match="conversation 1: .*no such role"):
+        llm.chat([talk, [{"role": "bad", "content": ""}]], use_tqdm=False)
+
+
+def test_llm_survives_an_interrupt(llm: LLM, model: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(10**6):
+                llm.generate([[1]] * 50, SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert llm.generate([7], SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+    assert llm._engine.num_unfinished == 0
+
+
+def test_llm_closed(llm: LLM) -> None:
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        llm.generate("x")
+
+
+def test_llm_unknown_argument() -> None:
+    with pytest.raises(ConfigError, match="max_model_len"):
+        LLM(max_model_length=3)
+
+
+SCRIPT = """
+    import asyncio, os, sys
+    from moe_runtime.engine import async_llm
+    async_llm.AsyncLLM.from_config.__func__.__kwdefaults__["worker"] = "tests.helpers.scripted_rank"
+    from moe_runtime import LLM, SamplingParams
+    llm = LLM(model=sys.argv[1], ep=2)
+    async def notebook():
+        return llm.generate([[1, 2]] * 3, SamplingParams(max_tokens=3))
+    print("TOKENS", sum(len(o.outputs[0].token_ids) for o in asyncio.run(notebook())))
+    print("TORCH", "torch" in sys.modules)
+    print("PIDS", *[r.pid for r in llm._engine.ready], flush=True)
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    "end", ["", "os.kill(os.getpid(), 9)", "raise SystemExit(3)", "1/0", "del llm; import gc; gc.collect()"]
+)
+def test_scripts_leave_no_process(model: Path, tmp_path: Path, end: str) -> None:
+    """Unguarded, inside a running loop, and however the script ends."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT.format(end=end)))
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(
+        [sys.executable, str(script), str(model)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert "TOKENS 9" in done.stdout, done.stderr
+    assert "TORCH False" in done.stdout
+    pids = [int(p) for p in done.stdout.split("PIDS ")[1].split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert "2 ranks: reading" in done.stderr
