@@ -13,7 +13,7 @@ import pytest
 
 from moe_runtime.server import transport
 from tests.helpers.live_server import MODEL, LiveServer, make_folder
-from tests.helpers.scripted_ranks import REFUSED_TOKEN
+from tests.helpers.rank_tasks import REFUSED_TOKEN
 from tests.helpers.tiny_tokenizer import build_tokenizer
 
 USER = {"role": "user", "content": "who runs the naïve router?"}

@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from tests.helpers.live_server import MODEL, make_folder
-from tests.helpers.scripted_ranks import ScriptedRank
+from tests.helpers.rank_tasks import RankTask
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE
 
 _PARENT = """
@@ -40,7 +40,7 @@ class RankThread:
         self._address, self._pid = address, pid
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
-        self.ranks: list[ScriptedRank] = []
+        self.ranks: list[RankTask] = []
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -53,7 +53,7 @@ class RankThread:
         self._thread.join()
 
     async def _connect(self) -> None:
-        self.ranks = [ScriptedRank(self._address, rank, VOCAB_SIZE, 256, self._pid) for rank in (0, 1)]
+        self.ranks = [RankTask(self._address, rank, VOCAB_SIZE, 256, self._pid) for rank in (0, 1)]
         for rank in self.ranks:
             rank.step_s = 0.05
 

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.live_server import LiveServer, make_folder
-from tests.helpers.scripted_ranks import NUM_BLOCKS
+from tests.helpers.rank_tasks import NUM_BLOCKS
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from moe_runtime.config import EngineConfig, ServerConfig
 from moe_runtime.server.lifecycle import Lifecycle
 from moe_runtime.server.main import listen
-from tests.helpers.scripted_ranks import ScriptedRank
+from tests.helpers.rank_tasks import RankTask
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class LiveServer:
     ) -> None:
         self.engine_config = EngineConfig(model=str(folder), ep=num_ranks, **(engine or {}))
         self.server_config = ServerConfig(served_model_name=MODEL, **server)
-        self.ranks: list[ScriptedRank] = []
+        self.ranks: list[RankTask] = []
         self.exit_code: int | None = None
         self.error: Exception | None = None
         """What the server ended with instead of an exit code."""
@@ -123,7 +123,7 @@ class LiveServer:
 
     async def _connect(self) -> None:
         for rank in range(self.engine_config.ep):
-            self.ranks.append(ScriptedRank(self._address, rank, VOCAB_SIZE, self._max_model_len))
+            self.ranks.append(RankTask(self._address, rank, VOCAB_SIZE, self._max_model_len))
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

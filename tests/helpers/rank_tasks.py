@@ -50,7 +50,7 @@ class _Sequence:
         )
 
 
-class ScriptedRank:
+class RankTask:
     """One rank, run by the event loop it was made on."""
 
     def __init__(self, address: str, rank: int, vocab_size: int, max_model_len: int, pid: int = 0) -> None:
