@@ -129,7 +129,7 @@ def _fsync(path: Path) -> None:
 
 
 def _build_demo(folder: Path, report: Callable[[str, float], None]) -> None:
-    from moe_runtime.tools import demo_source, demo_upcycle
+    from moe_runtime.weights import demo_source, demo_upcycle
 
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         report("Fetching SmolLM2-135M-Instruct", 0.0)
@@ -145,7 +145,7 @@ def build_from_dense(
     folder: Path, dense: DenseModel, config: UpcycleConfig, report: Callable[[str, float], None]
 ) -> None:
     """Upcycle `dense` into an empty folder, manifest last."""
-    from moe_runtime.tools import demo_upcycle
+    from moe_runtime.weights import demo_upcycle
     from moe_runtime.weights.demo_text import SAMPLES
 
     report("Fitting routers", 0.0)
