@@ -49,8 +49,7 @@ async def run_batch(config: EngineConfig, batch: BatchConfig) -> Summary:
         num_done = sum(lines)
         if num_done < len(lines):
             todo = (line for line in read_requests(batch.input, urls) if not answers.is_done(line))
-            with tqdm(total=len(lines), initial=num_done, desc="Requests", dynamic_ncols=True) as bar:
-                await _answer_all(config, batch, todo, answers, bar)
+            await _answer_all(config, batch, todo, answers, num_done, len(lines))
         return Summary(len(lines), answers.num_failed)
 
 
@@ -59,7 +58,8 @@ async def _answer_all(
     batch: BatchConfig,
     todo: Iterator[BatchRequest | BadLine],
     answers: AnswerFile,
-    bar: tqdm[object],
+    num_done: int,
+    num_lines: int,
 ) -> None:
     engine = await AsyncLLM.from_config(config, chat_template=batch.chat_template, limit_queue=False)
     try:
@@ -73,9 +73,12 @@ async def _answer_all(
                     await _answer(engine, context, line, answers)
                 bar.update()
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(_REQUESTS_PER_SEAT * config.max_num_seqs * config.ep):
-                group.create_task(work())
+        # Not shown before the engine's own display of its start has gone.
+        bar = tqdm(total=num_lines, initial=num_done, desc="Requests", dynamic_ncols=True)
+        with bar:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(_REQUESTS_PER_SEAT * config.max_num_seqs * config.ep):
+                    group.create_task(work())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     finally:
