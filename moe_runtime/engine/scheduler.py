@@ -11,7 +11,8 @@ The policy, in one place:
 * When a running sequence finds no block, the latest arrival is preempted until there is one; a sequence that is the
   latest itself keeps its blocks and sits out the step. So nobody is ever preempted for a later one, and the earliest
   always advances. A preempted sequence goes back to the front of the line; its KV stays cached until evicted.
-* No more sequences run than a step has tokens, so everyone running advances in every step, blocks permitting.
+* Nobody is admitted without a token in that step. So no more sequences run than a step has tokens, and all of them
+  advance in every step, blocks permitting.
 
 Single-threaded: between `schedule` and `commit` of a plan nothing else may be called.
 """
@@ -41,7 +42,7 @@ class Scheduler:
             if value < 1:
                 raise ConfigError(f"{name}={value}: must be at least 1")
         self.block_manager = block_manager
-        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.num_preemptions = 0

@@ -93,6 +93,8 @@ class Simulation:
         assert bool(plan.scheduled) == had_work
         assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
         assert self.scheduler.num_running <= self.scheduler.max_num_seqs
+        # At most the latest of those running, short of blocks, sits out a step.
+        assert self.scheduler.num_running - len(plan.scheduled) in (0, 1)
         assert all(entry.samples for entry in plan.scheduled[:-1]), (
             "somebody waits behind an unfinished prompt"
         )
