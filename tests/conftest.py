@@ -11,7 +11,8 @@ import torch
 
 torch.set_num_threads(1)
 # In deterministic mode torch fills what `torch.empty` returns with NaN, so that reading it shows.
-torch.use_deterministic_algorithms(True, warn_only=True)
+# Not through torch.use_deterministic_algorithms, which imports the compiler: seconds at every start.
+torch._C._set_deterministic_algorithms(True, warn_only=True)
 torch.utils.deterministic.fill_uninitialized_memory = True
 
 

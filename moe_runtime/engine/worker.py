@@ -134,8 +134,9 @@ def main(argv: list[str] | None = None) -> int:
         topology = init_topology(config.ep, config.device, config.step_timeout, args.rendezvous)
         serve_rank(config, topology, args.link, watchdog)
     except errors.MoeRuntimeError as error:
-        logger.debug("rank failed", exc_info=True)
-        logger.debug("%s", error)
+        # The program raises what reached it through the link; this line is for what could not.
+        logger.error("%s", error)
+        logger.debug("traceback:", exc_info=True)
         return 1
     return 0
 

@@ -142,6 +142,7 @@ class Lifecycle:
         try:
             await asyncio.wait({loading, ending}, return_when=asyncio.FIRST_COMPLETED)
             if not loading.done():
+                link.close()
                 return None
             llm = loading.result()
         except BaseException:

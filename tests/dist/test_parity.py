@@ -39,7 +39,7 @@ def test_tiny_model_matches_transformers(family: str, ep: int, tmp_path: Path, s
         ep=ep,
         dtype="float32",
         skip_tokenizer_init=True,
-        max_model_len=128,
+        max_model_len=160,
         block_size=BLOCK_SIZE,
         num_kv_blocks=160 // BLOCK_SIZE,
         max_num_batched_tokens=7,
@@ -60,11 +60,11 @@ def test_tiny_model_matches_transformers(family: str, ep: int, tmp_path: Path, s
             assert rank.num_free_blocks + rank.num_cached_blocks == rank.num_blocks, "blocks leaked"
 
         # Prefixes of what the cache holds, cut in the middle of a block and then different.
-        llm.reset_prefix_cache()
-        (base,) = llm.generate([prompt(41)], GREEDY, use_tqdm=False)
-        known = base.prompt_token_ids + base.outputs[0].token_ids
         for cut in (18, 39, 63):
             assert cut % BLOCK_SIZE
+            llm.reset_prefix_cache()
+            (base,) = llm.generate([prompt(41)], GREEDY, use_tqdm=False)
+            known = base.prompt_token_ids + base.outputs[0].token_ids
             other = (known[cut] + 1) % vocab
             prompts = [known[:cut] + [other] + prompt(5)] * ep
             hits = llm.generate(prompts, GREEDY, use_tqdm=False)
