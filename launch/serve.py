@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ if str(ROOT) not in sys.path:
 import msgspec  # noqa: E402
 
 from moe_runtime import cli  # noqa: E402
-from moe_runtime.config import EngineConfig, ServerConfig, replace  # noqa: E402
+from moe_runtime.config import EngineConfig, ServerConfig, replace, with_environment  # noqa: E402
 from moe_runtime.engine.worker import leave, serve_rank, setup_logging  # noqa: E402
 from moe_runtime.errors import ConfigError, MoeRuntimeError  # noqa: E402
 from moe_runtime.watchdog import Watchdog, die_with_parent  # noqa: E402
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
     """Parse, make sure that `ep` ranks run, and run this one."""
     parser = cli.build_parser("torchrun launch/serve.py", __doc__ or "", (EngineConfig, ServerConfig))
     arguments = cli.parse(parser, argv)
-    engine, server = arguments[EngineConfig], arguments[ServerConfig]
+    engine, server = arguments[EngineConfig], with_environment(arguments[ServerConfig])
     setup_logging(engine.log_level)
     # Whatever ends the parent (torchrun) ends this process, in order.
     die_with_parent(signal.SIGTERM)
@@ -108,8 +109,11 @@ def run_rank(engine: EngineConfig, server: ServerConfig) -> int:
     watchdog = Watchdog()
     address, folder, front_end = None, None, None
     if os.environ["RANK"] == "0":
-        folder = Path(tempfile.mkdtemp(prefix="moe-runtime-"))
-        address = f"ipc://{folder}/link"
+        if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
+            folder = Path(tempfile.mkdtemp(prefix="moe-runtime-"))
+            address = f"ipc://{folder}/link"
+        else:
+            address = free_tcp_address(os.environ["MASTER_ADDR"])
         front_end = start_front_end(engine, server, address)
     try:
         topology = init_topology(engine.ep, engine.device, engine.step_timeout)
@@ -125,18 +129,28 @@ def run_rank(engine: EngineConfig, server: ServerConfig) -> int:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def free_tcp_address(master: str) -> str:
+    """Where ranks of other hosts can reach this one: its address on the way to torchrun's master, and a free port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 9))  # sends nothing; chooses the interface
+        host = probe.getsockname()[0]
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        return f"tcp://{host}:{listener.getsockname()[1]}"
+
+
 def start_front_end(engine: EngineConfig, server: ServerConfig, address: str) -> subprocess.Popen[bytes]:
     """The HTTP process. In a session of its own, so that Ctrl-C in the terminal reaches only the ranks."""
     command = [sys.executable, "-m", "moe_runtime.server.main", "--link", address]
-    command += [
-        "--engine-json",
-        msgspec.json.encode(engine).decode(),
-        "--server-json",
-        msgspec.json.encode(server).decode(),
-    ]
+    # Over stdin: the API key must not show in the list of processes.
+    command += ["--engine-json", msgspec.json.encode(engine).decode(), "--server-json", "-"]
     env = {k: v for k, v in os.environ.items() if k not in TORCHRUN_VARIABLES}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
-    return subprocess.Popen(command, env=env, start_new_session=True)
+    process = subprocess.Popen(command, env=env, start_new_session=True, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(server))
+    process.stdin.close()
+    return process
 
 
 def handle_signals(front_end_pid: int | None) -> None:

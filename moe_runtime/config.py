@@ -7,6 +7,7 @@ Parsed once, frozen afterwards. A field's metadata gives its help text, group, o
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -132,6 +133,12 @@ class BatchConfig(_Checked):
     generation_config: str = _field(AUTO, "batch", "Sampling defaults: auto (the model's generation_config.json) or none",
                                     choices=(AUTO, "none"), aliases=("sampling-defaults",))
     # fmt: on
+
+
+def with_environment(config: ServerConfig) -> ServerConfig:
+    """The settings that the environment fills where the command line left them out."""
+    key = os.environ.get("MOE_RUNTIME_API_KEY")
+    return replace(config, api_key=key) if key and config.api_key is None else config
 
 
 def replace(config: C, **changes: Any) -> C:
