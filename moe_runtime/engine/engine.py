@@ -19,15 +19,16 @@ from moe_runtime.engine.messages import (
     Tick,
 )
 from moe_runtime.errors import RequestError
-from moe_runtime.sampling.sampler import sample
+from moe_runtime.sampling.sampler import SampledToken, SamplingError, sample
 
 if TYPE_CHECKING:
+    import torch
+
     from moe_runtime.core import StepPlan
     from moe_runtime.engine.control import Agreement, Control
     from moe_runtime.engine.model_runner import ModelRunner
     from moe_runtime.engine.rank_link import RankLink
     from moe_runtime.engine.scheduler import Scheduler
-    from moe_runtime.sampling.sampler import SampledToken
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +65,22 @@ class Engine:
         """Compute the plan with the other ranks, sample, and report."""
         logits = self.runner.execute(plan, agreed.max_num_tokens)
         sampling = [item.sequence for item in plan.scheduled if item.samples]
-        sampled = sample(logits, sampling)
+        sampled, failures = sample_each(logits, sampling)
         self.scheduler.commit(plan, [token.token_id for token in sampled])
         self.stats.steps += 1
         self.stats.step_tokens = plan.num_tokens
-        self.stats.generation_tokens += len(sampled)
+        self.stats.generation_tokens += len(sampled) - len(failures)
+        updates = []
+        for seq, token in zip(sampling, sampled, strict=True):
+            if seq.request_id in failures:
+                self.scheduler.abort(seq.request_id)
+                updates.append(
+                    SequenceUpdate(seq.request_id, finish_reason="error", error=failures[seq.request_id])
+                )
+            else:
+                updates.append(_update(seq, token))
         if plan.scheduled:
-            self._report([_update(seq, token) for seq, token in zip(sampling, sampled, strict=True)])
+            self._report(updates)
 
     def handle(self, ticks: list[Tick]) -> None:
         """Carry out the front-end's commands."""
@@ -125,6 +135,29 @@ class Engine:
         stats.prefix_queries = blocks.prefix_queries
         stats.prefix_hits = blocks.prefix_hits
         self.link.send(StepOutput(rank=self.rank, updates=updates, stats=stats))
+
+
+def sample_each(
+    logits_BV: torch.Tensor, sequences: list[Sequence]
+) -> tuple[list[SampledToken], dict[str, str]]:
+    """A token for each sequence, and what went wrong by request id: NaN logits of one do not harm the others.
+
+    A failed sequence gets token 0, which is never shown.
+    """
+    failures: dict[str, str] = {}
+    rows = list(range(len(sequences)))
+    while True:
+        try:
+            kept = logits_BV if not failures else logits_BV[rows]
+            good = sample(kept, [sequences[row] for row in rows])
+            break
+        except SamplingError as error:
+            failures[error.request_id] = str(error)
+            rows = [row for row in rows if sequences[row].request_id != error.request_id]
+    sampled = [SampledToken(0, None)] * len(sequences)
+    for row, token in zip(rows, good, strict=True):
+        sampled[row] = token
+    return sampled, failures
 
 
 def _update(sequence: Sequence, token: SampledToken) -> SequenceUpdate:

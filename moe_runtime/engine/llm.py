@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from moe_runtime.config import EngineConfig, replace
 from moe_runtime.core import SamplingParams
 from moe_runtime.engine.async_llm import AsyncLLM
+from moe_runtime.engine.messages import RankStats
 from moe_runtime.engine.outputs import RequestOutput
 from moe_runtime.engine.requests import Prompt, PromptDict
 from moe_runtime.errors import ConfigError, EngineDeadError, RequestError
@@ -126,6 +127,12 @@ class LLM:
     def default_sampling_params(self) -> SamplingParams:
         """The model's own defaults, from its generation_config.json."""
         return SamplingParams(**self._engine.default_sampling)
+
+    @property
+    def stats(self) -> list[RankStats]:
+        """The latest gauges and counters of each rank."""
+        self._raise_if_closed()
+        return self._engine.stats
 
     def reset_prefix_cache(self) -> None:
         """Drop the cached KV of all ranks; it takes effect before any later request."""

@@ -163,10 +163,10 @@ def _probabilities(x_nV: torch.Tensor, best_n: torch.Tensor, sequences: list[cor
 def _pick(weight_nk: torch.Tensor, sequences: list[core.Sequence]) -> torch.Tensor:
     """(n, 1) int64: the column that each row's uniform number falls on; never one of weight 0."""
     mass_nk = weight_nk.cumsum(dim=1)
-    total_n1 = mass_nk[:, -1:]
     u_n1 = weight_nk.new_tensor([[uniform(s.sampling.seed, len(s.output_token_ids))] for s in sequences])
-    below_total_n1 = torch.nextafter(total_n1, torch.zeros_like(total_n1))
-    return torch.searchsorted(mass_nk, torch.minimum(u_n1 * total_n1, below_total_n1), right=True)
+    # The first column whose mass exceeds u * total. There is one: u is at most 1 - 2**-53, so the product is
+    # rounded to less than the total.
+    return torch.searchsorted(mass_nk, u_n1 * mass_nk[:, -1:], right=True)
 
 
 def uniform(seed: int | None, position: int) -> float:

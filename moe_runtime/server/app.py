@@ -10,8 +10,10 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -71,11 +73,14 @@ def create_app(state: ServerState) -> ASGIApp:
         summary="OpenAI-compatible API of a Mixture-of-Experts runtime",
         root_path=state.config.root_path,
     )
-    app.include_router(_api_router(state))
-    app.include_router(admin_router(state))
+    routers = (_api_router(state), admin_router(state))
+    for router in routers:
+        app.include_router(router)
     for path, what in _NOT_BUILT.items():
         app.add_api_route(path, _not_built(what), methods=["GET", "POST"], include_in_schema=False)
-    paths = [route.path for route in app.routes if hasattr(route, "path")]
+    paths = sorted(
+        {route.path for router in routers for route in router.routes if isinstance(route, APIRoute)}
+    )
 
     async def on_error(_: Request, exc: Exception) -> Response:
         return error_response(as_api_error(exc))
@@ -107,7 +112,7 @@ def _http_error(request: Request, exc: HTTPException, paths: list[str]) -> Respo
         return error_response(ApiError(404, f"there is no {where}{hint}", code="unknown_url"))
     error = ApiError(exc.status_code, f"{where}: {exc.detail}")
     if exc.status_code == 405:
-        allowed = (exc.headers or {}).get("allow", "another method")
+        allowed = Headers(exc.headers).get("allow", "another method")
         error = ApiError(405, f"{where} does not exist: use {allowed}", code="method_not_allowed")
     response = error_response(error)
     response.headers.update(exc.headers or {})

@@ -171,7 +171,8 @@ class Lifecycle:
         self.state.serving = Serving(llm, context, metrics)
         self.state.phase = Phase.READY
         line = curl_line(self._sock.getsockname(), context)
-        print(f"Ready. Talk to it with any OpenAI client, or:\n{line}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"Ready. Talk to it with any OpenAI client, or:\n{line}\n")
+        sys.stderr.flush()
 
     async def _watch(self, llm: AsyncLLM) -> None:
         self.fail(str(await llm.wait_dead()))

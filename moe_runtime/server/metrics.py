@@ -163,8 +163,8 @@ class PromptTimer:
         self._metrics = metrics
         self._num_unfinished = num_completions
         self._arrival = arrival
-        self._first: dict[int, float] = {}
-        """Time of each completion's first token."""
+        self._first: dict[int, tuple[float, int]] = {}
+        """When each completion's first tokens came, and how many."""
         self._last: dict[int, float] = {}
         self._num_tokens: dict[int, int] = {}
         self._num_prompt_tokens = 0
@@ -181,7 +181,7 @@ class PromptTimer:
                 gap = (now - self._last[index]) / len(delta.token_ids)
                 for _ in delta.token_ids:
                     metrics.itl.observe(gap)
-            self._first.setdefault(index, now)
+            self._first.setdefault(index, (now, len(delta.token_ids)))
             self._last[index] = now
         self._num_tokens[index] = self._num_tokens.get(index, 0) + len(delta.token_ids)
         if delta.finish_reason is not None:
@@ -192,8 +192,9 @@ class PromptTimer:
         self._metrics.success[reason].inc()
         count = self._num_tokens[index]
         self._metrics.generation_length.observe(count)
-        if count > 1:
-            self._metrics.tpot.observe((self._last[index] - self._first[index]) / (count - 1))
+        began, num_at_once = self._first.get(index, (0.0, 0))
+        if count > num_at_once:
+            self._metrics.tpot.observe((self._last[index] - began) / (count - num_at_once))
 
     def finish(self) -> None:
         """All completions have ended by themselves."""

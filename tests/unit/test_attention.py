@@ -238,6 +238,13 @@ def test_decode_groups_bound_padding_and_memory(seed: int) -> None:
     assert len(groups) <= 5
 
 
+def test_decode_groups_stay_below_the_gather_limit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case([(99, 1)] * 7 + [(399, 1)], [spec(kv_heads=2, dim=5)], 4)
+    monkeypatch.setattr(cpu_module, "GATHER_BYTES", 300 * 2 * 2 * 5 * 4)
+    groups = CpuPagedAttention(case.cache(), case.specs).plan(case.batch()).by_window[None].groups
+    assert [tuple(group.slots_BL.shape) for group in groups] == [(1, 400), (3, 100), (3, 100), (1, 100)]
+
+
 def test_gathers_no_more_than_the_window(seed: int) -> None:
     case = Case([(300, 1), (200, 20)], [spec(window=8)], 16)
     work = CpuPagedAttention(case.cache(), case.specs).plan(case.batch()).by_window[8]

@@ -97,7 +97,7 @@ CASES: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": 1.5},
     "frequency": {"frequency_penalty": -0.8},
     "min_tokens": {"min_tokens": 7, "stop_token_ids": [1, 5]},
-    "min_tokens reached": {"min_tokens": 6, "max_tokens": 9, "stop_token_ids": [1, 5]},
+    "min_tokens reached": {"min_tokens": 6, "max_tokens": 9, "stop_token_ids": [1, 5], "logit_bias": {1: 3.0}},
     "min_tokens, ignore_eos": {"min_tokens": 7, "stop_token_ids": [1], "ignore_eos": True},
     "everything": {
         "temperature": 0.9, "top_k": 12, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2,
@@ -204,6 +204,7 @@ def test_equal_logits_choose_the_lower_id(seed: int) -> None:
 
 EXTREMES: list[dict[str, Any]] = [
     {"top_p": 5e-324},
+    {"top_p": 5e-324, "top_k": 50},
     {"top_p": 1e-9},
     {"top_k": 1},
     {"min_p": 1.0},
@@ -240,6 +241,24 @@ def test_all_but_one_impossible(seed: int, params: dict[str, Any]) -> None:
         assert token.logprobs.top == [(60, 0.0), (0, -math.inf)]
 
 
+@pytest.mark.parametrize("u", [0.0, 1 - 2**-53])
+@pytest.mark.parametrize("params", [{}, {"top_k": 60}, {"top_p": 0.999}], ids=str)
+def test_impossible_tokens_at_either_end(
+    seed: int, u: float, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least and the largest uniform number do not fall on tokens of probability 0."""
+    monkeypatch.setattr(sampler, "uniform", lambda seed, position: u)
+    logits = torch.randn(50, 60)
+    logits[:, :3] = logits[:, -3:] = -torch.inf
+    for row, token in zip(logits, sample(logits, [sequence(**params) for _ in range(50)]), strict=True):
+        possible = row.isfinite().nonzero().flatten().tolist()
+        order = possible if not params else sorted(possible, key=lambda t, row=row: -float(row[t]))
+        if u == 0.0:
+            assert token.token_id == order[0]
+        else:
+            assert token.token_id == order[-1] or (params.get("top_p") and token.token_id in order)
+
+
 def test_extreme_penalties_stay_finite(seed: int) -> None:
     logits = torch.randn(2, 50) * 10
     masked = {"min_tokens": 5, "max_tokens": None, "stop_token_ids": [3]}
@@ -253,16 +272,16 @@ def test_extreme_penalties_stay_finite(seed: int) -> None:
 def test_logprobs_are_of_the_untouched_logits(seed: int) -> None:
     logits = (torch.randn(6, 400) * 4).round() / 4
     rows = [
-        sequence(logprobs=k, temperature=t, top_k=5, logit_bias={7: 100.0}, seed=3)
+        sequence(logprobs=k, temperature=t, top_k=5, logit_bias={333: 100.0}, seed=3)
         for k, t in [(0, 0.0), (1, 1.0), (5, 2.0), (20, 0.0), (2, 9.0), (20, 1.0)]
     ]
     for row, s, token in zip(logits, rows, sample(logits, rows), strict=True):
         assert token.logprobs is not None
-        assert token.token_id == 7
+        assert token.token_id == 333
         want = row.double().log_softmax(0)
         order = sorted(range(400), key=lambda t: (-float(row[t]), t))
-        assert token.logprobs.rank == order.index(7) + 1
-        assert token.logprobs.logprob == pytest.approx(float(want[7]), abs=1e-5)
+        assert token.logprobs.rank == order.index(333) + 1
+        assert token.logprobs.logprob == pytest.approx(float(want[333]), abs=1e-5)
         assert [t for t, _ in token.logprobs.top] == order[: s.sampling.logprobs]
         for t, logprob in token.logprobs.top:
             assert logprob == pytest.approx(float(want[t]), abs=1e-5)

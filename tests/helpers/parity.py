@@ -1,0 +1,35 @@
+"""Comparing what an engine generated with transformers, token by token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tests.helpers.tiny_models import reference_logprobs
+
+if TYPE_CHECKING:
+    from moe_runtime.engine.outputs import RequestOutput
+
+MAX_LOGPROB_ERROR = 1e-4
+CLEAR_MARGIN = 1e-3
+
+
+def check_greedy(reference: Any, output: RequestOutput, num_tokens: int) -> None:
+    """The engine's greedy tokens and logprobs are transformers', where its two best candidates are clearly apart.
+
+    Teacher-forced on the engine's own tokens, so one doubtful token does not hide the rest.
+    """
+    (completion,) = output.outputs
+    assert len(completion.token_ids) == num_tokens, completion.finish_reason
+    assert completion.logprobs is not None
+    expected = reference_logprobs(reference, output.prompt_token_ids + completion.token_ids)
+    for i, (token, logprobs) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+        row = expected[len(output.prompt_token_ids) - 1 + i]
+        for candidate, logprob in logprobs.items():
+            error = abs(logprob.logprob - float(row[candidate]))
+            # A NaN makes this false too.
+            assert error < MAX_LOGPROB_ERROR, f"output token {i}, candidate {candidate}: off by {error}"
+        best, second = row.topk(2).values.tolist()
+        if best - second > CLEAR_MARGIN:
+            assert token == int(row.argmax()), (
+                f"output token {i}: {token}, transformers says {int(row.argmax())}"
+            )
