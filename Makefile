@@ -49,9 +49,9 @@ $(VENV)/.dev-ready: $(VENV)/.run-ready
 
 # Debian's Python can make an environment without pip only, unless python3-venv is installed; its own pip then fills it.
 $(BIN)/pip:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "moe-runtime needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
-	    "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "moe-runtime needs Python 3.11 or later, and $(PYTHON) is" \
+	    "$$($(PYTHON) --version 2>/dev/null || echo missing). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null && $(PYTHON) -m venv $(VENV) || { \
 	  $(PYTHON) -m venv --without-pip $(VENV) && \
 	  $(PYTHON) -m pip --python $(BIN)/python install -c constraints.txt pip; }

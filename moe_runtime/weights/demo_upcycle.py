@@ -208,7 +208,8 @@ def write_shards(
     weight_map = {}
     for i, names in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"part-{i}").rename(folder / file)
+        # save_file makes files that only their owner may read.
+        (folder / f"part-{i}").rename(folder / file).chmod(0o644)
         weight_map.update(dict.fromkeys(names, file))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(folder / "model.safetensors.index.json", index)
