@@ -49,7 +49,8 @@ class Arguments:
     """Arguments that the caller added to the parser."""
 
     def __getitem__(self, kind: type[C]) -> C:
-        return self.configs[kind]
+        found: C = self.configs[kind]
+        return found
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -170,6 +171,8 @@ def read_settings_file(parser: FlagParser, path: Path) -> dict[str, Given]:
         name = parser.spellings.get(spelling)
         if name is None:
             raise ConfigError(f"--config {path}: {why_unknown(spelling, parser.spellings)}")
+        if value is None and "None" not in str(parser.settings[name].type):
+            raise ConfigError(f"--config {path}: {key} has no value; leave it out for the default")
         if spelling in _negative_flags(parser.settings[name]):
             if not isinstance(value, bool):
                 raise ConfigError(f"--config {path}: {key}={value!r}: must be true or false")
@@ -284,7 +287,7 @@ def _help(f: dataclasses.Field[Any]) -> str:
         notes.append(f"also {', '.join(aliases)}")
     if negatives := NEGATIVES.get(f.name):
         notes.append(f"off also by {', '.join(f'--{n}' for n in negatives)}")
-    text = f.metadata["help"] + (f" ({'; '.join(notes)})" if notes else "")
+    text = str(f.metadata["help"]) + (f" ({'; '.join(notes)})" if notes else "")
     return text.replace("%", "%%")
 
 

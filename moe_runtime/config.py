@@ -120,6 +120,20 @@ class ServerConfig(_Checked):
     # fmt: on
 
 
+@dataclass(frozen=True)
+class BatchConfig(_Checked):
+    """What launch/generate.py reads and writes, beside the engine's settings."""
+
+    # fmt: off
+    input: str = _field("", "batch", "File of requests, one JSON object a line, in OpenAI's batch format", aliases=("input-file",))
+    output: str = _field("", "batch", "File of answers; if it exists, the requests answered there are skipped", aliases=("output-file",))
+    served_model_name: str | None = _field(None, "batch", "Model name that requests may give; default: the model's folder name")
+    chat_template: str | None = _field(None, "batch", "File with a chat template, instead of the model's")
+    generation_config: str = _field(AUTO, "batch", "Sampling defaults: auto (the model's generation_config.json) or none",
+                                    choices=(AUTO, "none"), aliases=("sampling-defaults",))
+    # fmt: on
+
+
 def replace(config: C, **changes: Any) -> C:
     """A copy of a config with some fields changed, checked again. Raises ConfigError on unknown names."""
     names = [f.name for f in fields(config)]  # type: ignore[arg-type]

@@ -275,7 +275,7 @@ class DispatchPlan:
     num_ranks: int
     rank: int
     max_num_tokens: int
-    """Largest T on any rank this step; the number of exchange rounds follows from it."""
+    """Largest T on any rank this step, so that all ranks decide alike how to exchange."""
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,7 @@ class Dispatcher(Protocol):
     3. Rows of a slot are contiguous and ordered by (source rank, token).
     4. combine multiplies by the routing weights in float32, sums in k order, and returns the dtype of y_rows.
     5. Slot -1 yields zero and costs no traffic; a token with only -1 yields a zero row.
-    6. More tokens than a buffer holds are sent in rounds; their number is the same on all ranks because it
-       follows from plan.max_num_tokens.
+    6. More tokens than a buffer holds are sent in rounds, equally many on all ranks.
     7. Payload rows are bytes of the model's dtype (float32, bfloat16, float16).
     8. A dead or late peer raises LockstepError; nothing hangs.
     9. Any number of experts and ranks: E not divisible by N, N larger than E, replicas, ranks with no expert.

@@ -77,7 +77,7 @@ class SharedHeap:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 own_path.unlink()
-        # Made outside any inference mode of the caller, so that they can be written in and out of it.
+        # Tensors made inside inference mode could not be written outside it.
         with torch.inference_mode(False):
             self.segments = [torch.frombuffer(m, dtype=torch.uint8) for m in self._maps]
         self.words = [memoryview(m).cast("q") for m in self._maps]

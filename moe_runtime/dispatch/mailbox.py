@@ -183,7 +183,9 @@ class Mailboxes:
         start = self._offset(owner, source, parity) + HEADER_BYTES
         middle = start + _align(rows * topk * 4)
         memory = self._heap.segments[owner]
-        return Slab(
-            rows_CD=memory[middle : middle + rows * row_bytes].view(dtype).view(rows, row_elements),
-            slots_CK=memory[start : start + rows * topk * 4].view(torch.int32).view(rows, topk).numpy(),
-        )
+        # Tensors made inside inference mode cannot be written outside it, and the views outlive the caller's mode.
+        with torch.inference_mode(False):
+            return Slab(
+                rows_CD=memory[middle : middle + rows * row_bytes].view(dtype).view(rows, row_elements),
+                slots_CK=memory[start : start + rows * topk * 4].view(torch.int32).view(rows, topk).numpy(),
+            )

@@ -17,6 +17,7 @@ S expert rows (computed here in Incoming; returned to here in Outgoing).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -115,12 +116,12 @@ def plan_incoming(slot_RK: Int32Array, rows_N: Sequence[int], slots_per_rank: in
     order_S = slot_S.argsort(kind="stable")
     return_S = np.empty_like(order_S)
     return_S[order_S] = np.arange(order_S.size)
-    ends = np.searchsorted(pair_S, np.cumsum(rows_N) * K)
+    ends = np.searchsorted(pair_S, [end * K for end in starts(rows_N)])
     return Incoming(
         row_index_S=pair_S[order_S] // K,
         rows_p=np.bincount(slot_S, minlength=slots_per_rank),
         return_S=return_S,
-        pairs_N=np.diff(ends, prepend=0).tolist(),
+        pairs_N=[end - begin for begin, end in pairwise(ends.tolist())],
     )
 
 
@@ -142,24 +143,32 @@ def sum_in_k_order(
     """
     T, K = position_TK.shape
     D = returned_SD.shape[1]
-    out_TD = returned_SD.new_empty(T, D)
     if returned_SD.shape[0] == 0:
-        return out_TD.zero_()
+        return returned_SD.new_zeros(T, D)
     budget = _CPU_CHUNK if returned_SD.device.type == "cpu" else _DEVICE_CHUNK
     step = max(1, budget // max(1, K * D))
     weights_TK1 = weights_TK.to(torch.float32).unsqueeze(2)
-    for begin in range(0, T, step):
-        end = min(T, begin + step)
-        position = position_TK[begin:end]
-        index = position.reshape(-1) if all_present else position.reshape(-1).clamp(min=0)
-        rows = returned_SD.index_select(0, index).view(end - begin, K, D)
-        # A new tensor even for float32 rows, since it is summed into below.
-        products = rows.to(torch.float32) * weights_TK1[begin:end]
-        if not all_present:
-            # Selected, not multiplied by 0: the row that stands in may hold infinity.
-            products.masked_fill_((position < 0).unsqueeze(2), 0.0)
-        total = products[:, 0]
-        for k in range(1, K):
-            total += products[:, k]
-        out_TD[begin:end] = total
-    return out_TD
+    parts = [
+        _sum_slice(
+            returned_SD, position_TK[begin : begin + step], weights_TK1[begin : begin + step], all_present
+        )
+        for begin in range(0, T, step)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _sum_slice(
+    returned_SD: torch.Tensor, position_TK: torch.Tensor, weights_TK1: torch.Tensor, all_present: bool
+) -> torch.Tensor:
+    T, K = position_TK.shape
+    index = position_TK.reshape(-1)
+    rows = returned_SD.index_select(0, index if all_present else index.clamp(min=0))
+    # A new tensor even for float32 rows, since it is summed into below.
+    products = rows.view(T, K, -1).to(torch.float32) * weights_TK1
+    if not all_present:
+        # Selected, not multiplied by 0: the row that stands in may hold infinity.
+        products.masked_fill_((position_TK < 0).unsqueeze(2), 0.0)
+    total = products[:, 0]
+    for k in range(1, K):
+        total += products[:, k]
+    return total.to(returned_SD.dtype).contiguous()

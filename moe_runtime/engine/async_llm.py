@@ -38,6 +38,7 @@ from moe_runtime.engine.startup import StartupDisplay, wait_until_ready
 from moe_runtime.engine.streams import CompletionStream, OutputBuilder, RequestStream
 from moe_runtime.engine.tokenizer import Tokenizer, load_tokenizer
 from moe_runtime.errors import EngineDeadError, LockstepError, OverloadedError, RequestError
+from moe_runtime.weights.demo_model import resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ _LAST_WORDS_S = 0.3
 """A dying rank's reason may arrive after its death is noticed; streams get the better of the two."""
 _LEAVE_S = 10.0
 """Ranks told to stop finish their step and free what they hold; then they are killed."""
+_LEAVE_DEAD_S = 2.0
+"""Ranks leave by themselves when a peer has died."""
 _LONG_TEXT = 4096
 """Characters from which a prompt is tokenized beside the event loop."""
 
@@ -94,16 +97,18 @@ class AsyncLLM:
 
     @classmethod
     async def from_config(
-        cls, config: EngineConfig, *, limit_queue: bool = True, worker: str = WORKER
+        cls,
+        config: EngineConfig,
+        *,
+        chat_template: str | None = None,
+        limit_queue: bool = True,
+        worker: str = WORKER,
     ) -> AsyncLLM:
-        """Start `config.ep` ranks as processes of this program. `worker` is the module each runs.
+        """Start `config.ep` ranks as processes of this program. `worker` is the module each runs; others as in `start`.
 
         Raises ConfigError, CheckpointError, CapacityError, ... as the ranks do; then none of them is left.
         """
-        if config.model == "demo":
-            from moe_runtime.weights.demo_model import resolve_model
-
-            config = replace(config, model=str(await asyncio.to_thread(resolve_model, config.model)))
+        config = replace(config, model=str(await asyncio.to_thread(resolve_model, config.model)))
         link = FrontendLink(config.ep)
         ranks: LocalRanks | None = None
         try:
@@ -111,7 +116,9 @@ class AsyncLLM:
             ranks = LocalRanks.spawn(config, link.address, link.folder, worker)
             for rank, pid in enumerate(ranks.pids):
                 link.watch(rank, pid)
-            return await cls.start(config, link, ranks=ranks, limit_queue=limit_queue)
+            return await cls.start(
+                config, link, ranks=ranks, chat_template=chat_template, limit_queue=limit_queue
+            )
         except BaseException as exc:
             how = ranks.describe_exit() if ranks else None
             if ranks:
@@ -134,7 +141,8 @@ class AsyncLLM:
     ) -> AsyncLLM:
         """Wait for the ranks that connect to `link`, showing their progress, and load the tokenizer meanwhile.
 
-        `chat_template` is a file that replaces the model's. Raises what a rank failed with.
+        `chat_template` is a file that replaces the model's; `limit_queue`: see the constructor. Raises what a rank
+        failed with.
         """
         with StartupDisplay(config.ep) as display:
             waiting = asyncio.ensure_future(wait_until_ready(link, display))
@@ -263,7 +271,7 @@ class AsyncLLM:
             self._link.send_tick({rank: [Stop()] for rank in range(len(self.ready))})
             self._link.flush()
         self._set_dead(EngineDeadError("the engine has been closed"))
-        await self._link.wait_exits(_LEAVE_S)
+        await self._link.wait_exits(_LEAVE_DEAD_S if was_dead else _LEAVE_S)
         if self._ranks is not None:
             self._ranks.kill()
         self._receiver.cancel()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -90,7 +90,7 @@ class FrontendLink:
             payload = self._encoder.encode(Tick(self._num_ticks, pending.get(rank, [])))
             # Without a high-water mark this never waits; the future is done unless the rank has gone.
             sent = asyncio.ensure_future(self._socket.send_multipart([b"rank-%d" % rank, payload]))
-            sent.add_done_callback(partial(self._on_sent, rank))
+            sent.add_done_callback(functools.partial(self._on_sent, rank))
 
     def watch(self, rank: int, pid: int) -> None:
         """Report `dead` when process `pid` ends. Calling it again for the same rank has no effect."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from moe_runtime.config import EngineConfig
+from moe_runtime.watchdog import PEER_DIED_EXIT_CODE
 
 WORKER = "moe_runtime.engine.worker"
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
@@ -67,13 +68,14 @@ class LocalRanks:
             process.wait()
 
     def describe_exit(self) -> str | None:
-        """How the first process that failed ended; None if none has."""
-        for rank, process in enumerate(self._processes):
-            code = process.poll()
-            if code:
-                how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                return f"rank {rank} (process {process.pid}) ended with {how}"
-        return None
+        """How a process that failed ended; None if none has. Rather one that did not just follow another."""
+        failed = [(rank, p) for rank, p in enumerate(self._processes) if p.poll()]
+        if not failed:
+            return None
+        rank, process = min(failed, key=lambda pair: pair[1].returncode == PEER_DIED_EXIT_CODE)
+        code = process.returncode
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"rank {rank} (process {process.pid}) ended with {how}"
 
 
 def _environment(rank: int, num_ranks: int) -> dict[str, str]:

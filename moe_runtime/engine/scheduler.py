@@ -2,15 +2,16 @@
 
 The policy, in one place:
 
-* A step has a budget of tokens. Running sequences with one token to go (decodes) come first, then running prompts in
-  chunks, then waiting sequences. Within each group the earlier arrival goes first.
+* A step has a budget of tokens. Running sequences come first, then waiting ones, each group in arrival order; whoever
+  has its turn gets all its uncomputed tokens, cut at the budget. So a long prompt is computed in chunks, nobody enters
+  before it is through, and the one sequence amid its prompt is always the latest running: decodes never wait for it.
 * A waiting sequence is admitted when the blocks of all its known tokens can be had without touching what the running
   prompts still need, with one spare block per running sequence so that the next decodes do not at once preempt
   somebody. If the first in line does not fit, nobody overtakes it: a stream of short requests cannot starve a long one.
 * When a running sequence finds no block, the latest arrival is preempted until there is one; a sequence that is the
   latest itself keeps its blocks and sits out the step. So nobody is ever preempted for a later one, and the earliest
   always advances. A preempted sequence goes back to the front of the line; its KV stays cached until evicted.
-* No more sequences run than a step has tokens, so decodes alone never exhaust the budget while a prompt is running.
+* No more sequences run than a step has tokens, so everyone running advances in every step, blocks permitting.
 
 Single-threaded: between `schedule` and `commit` of a plan nothing else may be called.
 """
@@ -95,10 +96,10 @@ class Scheduler:
         A plan is empty only if there is no work.
         """
         self._assert_between_steps()
-        chosen: OrderedDict[Sequence, int] = OrderedDict()
+        chosen: dict[Sequence, int] = {}
         preempted_before = self.num_preemptions
         budget = self._schedule_running(chosen)
-        if self._waiting and self.num_preemptions == preempted_before:
+        if self._waiting:
             self._schedule_waiting(chosen, budget)
         plan = StepPlan(
             tuple([ScheduledSequence(seq, seq.num_computed_tokens, count) for seq, count in chosen.items()]),
@@ -132,43 +133,34 @@ class Scheduler:
                 finished.append(seq)
         return finished
 
-    def _schedule_running(self, chosen: OrderedDict[Sequence, int]) -> int:
+    def _schedule_running(self, chosen: dict[Sequence, int]) -> int:
         """Choose tokens of running sequences, preempting where blocks are lacking. Returns the budget left."""
         budget = self.max_num_batched_tokens
-        decodes: list[Sequence] = []
-        prompts: list[Sequence] = []
-        for seq in self._running.values():
-            (decodes if seq.num_tokens - seq.num_computed_tokens == 1 else prompts).append(seq)
-        for seq in decodes + prompts:
-            if budget == 0:
+        for seq in list(self._running.values()):
+            # Those preempted for an earlier one are the last of the list.
+            if budget == 0 or seq.status is not SequenceStatus.RUNNING:
                 break
-            if seq.status is not SequenceStatus.RUNNING:
-                continue
-            wanted = min(seq.num_tokens - seq.num_computed_tokens, budget)
-            count, returned = self._make_room(seq, wanted, chosen)
-            budget += returned
+            count = self._make_room(seq, min(seq.num_tokens - seq.num_computed_tokens, budget))
             if count > 0:
                 self.block_manager.grow(seq, seq.num_computed_tokens + count)
                 chosen[seq] = count
                 budget -= count
         return budget
 
-    def _make_room(self, seq: Sequence, wanted: int, chosen: OrderedDict[Sequence, int]) -> tuple[int, int]:
-        """How many of the `wanted` tokens get blocks, after preempting later arrivals.
+    def _make_room(self, seq: Sequence, wanted: int) -> int:
+        """How many of the `wanted` tokens can get blocks, after preempting later arrivals if need be.
 
-        The second number is the budget of those preempted that had been chosen for this step already.
+        None of those has been chosen for this step yet: that goes in arrival order too.
         """
         manager = self.block_manager
-        returned = 0
         missing = manager.blocks_for(seq.num_computed_tokens + wanted) - len(seq.block_table)
         while missing > manager.num_available:
             latest = next(reversed(self._running.values()))
             if latest is seq:
                 room = (len(seq.block_table) + manager.num_available) * manager.block_size
-                return room - seq.num_computed_tokens, returned
+                return room - seq.num_computed_tokens
             self._preempt(latest)
-            returned += chosen.pop(latest, 0)
-        return wanted, returned
+        return wanted
 
     def _preempt(self, seq: Sequence) -> None:
         self.block_manager.free(seq)
@@ -179,7 +171,7 @@ class Scheduler:
         seq.num_preemptions += 1
         self.num_preemptions += 1
 
-    def _schedule_waiting(self, chosen: OrderedDict[Sequence, int], budget: int) -> None:
+    def _schedule_waiting(self, chosen: dict[Sequence, int], budget: int) -> None:
         """Admit from the head of the line while budget, seats and blocks last."""
         manager = self.block_manager
         reserved = sum(self._claim(seq) for seq in self._running.values())

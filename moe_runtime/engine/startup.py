@@ -87,7 +87,8 @@ class StartupDisplay:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._console = Console(stderr=True)
-        self._progress = {rank: Progress(rank, 0, "starting", 0.0) for rank in range(num_ranks)}
+        # Behind every rank that has said anything.
+        self._progress = {rank: Progress(rank, 0, "starting", -1.0) for rank in range(num_ranks)}
         self._last_line = ""
         self._bar: Bar | None = None
         self._task = TaskID(0)
@@ -114,7 +115,7 @@ class StartupDisplay:
         slowest = min(self._progress.values(), key=lambda p: p.fraction)
         line = f"{self._num_ranks} {'rank' if self._num_ranks == 1 else 'ranks'}: {slowest.stage}"
         if self._bar is not None:
-            self._bar.update(self._task, description=line, completed=slowest.fraction)
+            self._bar.update(self._task, description=line, completed=max(0.0, slowest.fraction))
         elif line != self._last_line:
             self._console.print(line, highlight=False)
         self._last_line = line

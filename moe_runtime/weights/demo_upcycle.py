@@ -174,7 +174,7 @@ def mixtral_tensors(
 def num_parameters(dense: DenseModel, config: UpcycleConfig) -> int:
     """Parameters of the mixture."""
     ffn = sum(w.numel() for name, w in dense.weights.items() if ".mlp." in name)
-    routers = dense.config["num_hidden_layers"] * config.num_experts * dense.config["hidden_size"]
+    routers: int = dense.config["num_hidden_layers"] * config.num_experts * dense.config["hidden_size"]
     return sum(w.numel() for w in dense.weights.values()) + (config.num_experts - 1) * ffn + routers
 
 

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from moe_runtime.config import EngineConfig
 from moe_runtime.engine.detokenizer import IncrementalDecoder, StopStrings
@@ -29,6 +30,19 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     loaded = load_tokenizer(EngineConfig(model=str(folder)))
     assert loaded is not None
     return loaded
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_same_ids_and_text_as_auto_tokenizer(tokenizer: Tokenizer, text: str) -> None:
+    auto = AutoTokenizer.from_pretrained(tokenizer.hf.name_or_path, local_files_only=True)
+    for special in (True, False):
+        assert tokenizer.encode(text, special) == auto.encode(text, add_special_tokens=special)
+    ids = tokenizer.encode(text)
+    for skip in (True, False):
+        assert tokenizer.decode(ids, skip) == auto.decode(ids, skip_special_tokens=skip)
+    talk = [{"role": "user", "content": text}]
+    rendered = auto.apply_chat_template(talk, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert tokenizer.apply_chat_template(talk) == rendered
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool = True) -> list[str]:

@@ -140,10 +140,11 @@ def test_a_longer_leaf_replaces_a_shorter_one_and_covers_later_ones() -> None:
 
 
 def test_renewed_tokens_count_as_used_recently() -> None:
-    owner = Owner(2)
-    for tokens in ([1, 1], [2, 2], [1, 1]):
-        owner.store(tokens)
-    assert owner.tree.evict() == 1
+    for known in ([1, 1], [1]):
+        owner = Owner(2)
+        for tokens in (known, [2, 2], known):
+            owner.store(tokens)
+        assert owner.tree.evict() == 1
 
 
 class CountedKey(tuple[int, ...]):

@@ -93,6 +93,9 @@ class Simulation:
         assert bool(plan.scheduled) == had_work
         assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
         assert self.scheduler.num_running <= self.scheduler.max_num_seqs
+        assert all(entry.samples for entry in plan.scheduled[:-1]), (
+            "somebody waits behind an unfinished prompt"
+        )
         sampled = self.run_model(plan)
         for seq in self.scheduler.commit(plan, sampled):
             assert seq.status is SequenceStatus.FINISHED
@@ -163,11 +166,11 @@ class Simulation:
         self.manager.check_integrity()
 
 
-def random_prompt(rng: random.Random, earlier: list[list[int]], longest: int) -> list[int]:
-    """Often the start of an earlier prompt, cut anywhere, with something new behind it."""
+def random_prompt(rng: random.Random, earlier: list[Sequence], longest: int) -> list[int]:
+    """Often the start of an earlier request, perhaps with its answer, cut anywhere, with something new behind it."""
     base: list[int] = []
     if earlier and rng.random() < 0.75:
-        base = rng.choice(earlier)
+        base = rng.choice(earlier).token_ids
         base = base[: rng.randrange(len(base) + 1)]
     fresh = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, longest))]
     return (base + fresh)[:longest]
@@ -206,18 +209,18 @@ def test_random_traffic_gives_every_request_its_lone_output(
 def random_traffic(sim: Simulation, rng: random.Random, num_requests: int) -> list[Sequence]:
     """Requests at random times with prompts much alike, random aborts; returns those that were not aborted."""
     live: list[Sequence] = []
-    prompts: list[list[int]] = []
+    everyone: list[Sequence] = []
     while sim.num_added < num_requests or sim.scheduler.has_work:
         while sim.num_added < num_requests and rng.random() < 0.5:
-            prompts.append(random_prompt(rng, prompts, longest=rng.choice([6, 24])))
             seq = sim.add(
-                prompts[-1],
+                random_prompt(rng, everyone, longest=rng.choice([6, 24])),
                 max_tokens=rng.choice([1, 3, 15, 40, 40]),
                 ignore_eos=rng.random() < 0.8,
                 stop_token_ids=[rng.randrange(VOCABULARY)] if rng.random() < 0.2 else None,
                 min_tokens=rng.randrange(2),
             )
             live.append(seq)
+            everyone.append(seq)
         if live and rng.random() < 0.03:
             seq = live.pop(rng.randrange(len(live)))
             finished = seq.status is SequenceStatus.FINISHED

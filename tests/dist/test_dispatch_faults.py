@@ -1,0 +1,174 @@
+"""A peer that dies or is late ends in LockstepError on every survivor, and no shared memory is left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_runtime.core import DispatchPlan
+from moe_runtime.dispatch.base import Dispatcher
+from moe_runtime.dispatch.collective import CollectiveDispatcher
+from moe_runtime.dispatch.heap_shm import SHM_FOLDER, SharedHeap
+from moe_runtime.dispatch.one_sided import OneSidedDispatcher
+from moe_runtime.errors import BackendUnavailable, LockstepError
+from tests.helpers.spawn import Died, run_ranks
+
+# Far above what noticing a death may take, far below what a hang would.
+NEVER = 45.0
+AT_ONCE = 10.0
+
+
+def liveness() -> Callable[[int], bool]:
+    """is_alive over the default group's processes. A pidfd turns readable at death, also of an unreaped child."""
+    pids: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    fds = [os.pidfd_open(pid) for pid in pids]
+
+    def is_alive(rank: int) -> bool:
+        poll = select.poll()
+        poll.register(fds[rank], select.POLLIN)
+        return not poll.poll(0)
+
+    return is_alive
+
+
+def make(kind: str, step_timeout: float) -> Dispatcher:
+    assert dist.group.WORLD is not None
+    if kind == "collective":
+        return CollectiveDispatcher(dist.group.WORLD, step_timeout)
+    return OneSidedDispatcher(
+        dist.group.WORLD,
+        hidden_size=16,
+        topk=2,
+        dtype=torch.float32,
+        buffer_bytes=1 << 16,
+        step_timeout=step_timeout,
+        is_alive=liveness(),
+    )
+
+
+def one_call(dispatcher: Dispatcher, rank: int, num_ranks: int, stop_between: Callable[[], None]) -> None:
+    """A dispatch that sends a token to every rank, then `stop_between`, then the combine."""
+    x = torch.full((num_ranks, 16), float(rank))
+    plan = DispatchPlan(
+        torch.stack([torch.arange(num_ranks), torch.full((num_ranks,), -1)], dim=1),
+        1,
+        num_ranks,
+        rank,
+        num_ranks,
+    )
+    batch = dispatcher.dispatch(x, plan).wait()
+    stop_between()
+    out = dispatcher.combine(batch.tokens_RD[batch.row_index_S], batch, plan, torch.ones(num_ranks, 2)).wait()
+    assert torch.equal(out, x)
+
+
+def call_until_error(dispatcher: Dispatcher, rank: int, num_ranks: int) -> tuple[str, float]:
+    """The message of the LockstepError and the seconds that the failing call took."""
+    end = time.monotonic() + NEVER
+    begin = time.monotonic()
+    try:
+        while begin < end:
+            begin = time.monotonic()
+            one_call(dispatcher, rank, num_ranks, lambda: None)
+    except LockstepError as error:
+        return str(error), time.monotonic() - begin
+    return "no error", NEVER
+
+
+def victim_dies(rank: int, num_ranks: int, kind: str, victim: int, inside: bool) -> tuple[str, float]:
+    dispatcher = make(kind, NEVER)
+    for _ in range(3):
+        one_call(dispatcher, rank, num_ranks, lambda: None)
+    if rank == victim:
+        die = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        if not inside:
+            die()
+        one_call(dispatcher, rank, num_ranks, die)
+    return call_until_error(dispatcher, rank, num_ranks)
+
+
+@pytest.mark.parametrize("kind", ["collective", "one_sided"])
+@pytest.mark.parametrize(("victim", "inside"), [(0, True), (2, False)])
+def test_a_killed_rank_is_noticed_by_all(kind: str, victim: int, inside: bool) -> None:
+    results = run_ranks(victim_dies, 3, kind, victim, inside, timeout=60, may_die=[victim])
+    assert results[victim] == Died(-signal.SIGKILL)
+    for rank in {0, 1, 2} - {victim}:
+        message, seconds = results[rank]
+        assert "dead or late" in message or "died" in message
+        # Mostly milliseconds; the bound tells noticing the death from waiting for the step timeout.
+        assert seconds < AT_ONCE
+        if kind == "one_sided":
+            assert f"rank {victim} died" in message
+
+
+def one_is_late(rank: int, num_ranks: int, kind: str) -> str:
+    dispatcher = make(kind, 1.0)
+    one_call(dispatcher, rank, num_ranks, lambda: None)
+    if rank == 1:
+        time.sleep(4.0)
+        return "slept"
+    return call_until_error(dispatcher, rank, num_ranks)[0]
+
+
+@pytest.mark.parametrize("kind", ["collective", "one_sided"])
+def test_a_late_rank_is_an_error(kind: str) -> None:
+    messages = run_ranks(one_is_late, 3, kind)
+    assert messages[1] == "slept"
+    for message in (messages[0], messages[2]):
+        assert "dead or late" in message or "step_timeout" in message
+        if kind == "one_sided":
+            assert "rank 1" in message
+
+
+def late_but_in_time(rank: int, num_ranks: int, kind: str) -> None:
+    dispatcher = make(kind, NEVER)
+    one_call(dispatcher, rank, num_ranks, lambda: time.sleep(1.5 if rank == 1 else 0.0))
+    dispatcher.close()
+
+
+@pytest.mark.parametrize("kind", ["collective", "one_sided"])
+def test_a_rank_late_within_the_timeout_is_waited_for(kind: str) -> None:
+    run_ranks(late_but_in_time, 2, kind)
+
+
+def shared_memory_files() -> set[Path]:
+    return set(SHM_FOLDER.glob("moe-runtime-*"))
+
+
+def all_die(rank: int, num_ranks: int) -> None:
+    dispatcher = make("one_sided", NEVER)
+    one_call(dispatcher, rank, num_ranks, lambda: None)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_no_file_is_left_after_all_ranks_were_killed() -> None:
+    before = shared_memory_files()
+    assert run_ranks(all_die, 2, may_die=[0, 1]) == [Died(-signal.SIGKILL)] * 2
+    assert shared_memory_files() <= before
+
+
+def separate_folders(rank: int, num_ranks: int, base: str) -> tuple[str, list[str]]:
+    """Each rank has a shared-memory folder of its own, as in containers of their own."""
+    assert dist.group.WORLD is not None
+    folder = Path(base) / str(rank)
+    folder.mkdir()
+    try:
+        SharedHeap(dist.group.WORLD, 4096, folder)
+    except BackendUnavailable as error:
+        return str(error), os.listdir(folder)
+    return "no error", os.listdir(folder)
+
+
+def test_ranks_that_do_not_share_memory_are_told_and_leave_no_file(tmp_path: Path) -> None:
+    for message, left in run_ranks(separate_folders, 2, str(tmp_path)):
+        assert message.startswith("rank 0: the shared memory of rank 1 cannot be opened")
+        assert left == []

@@ -1,0 +1,157 @@
+"""The Dispatcher contract, line by line, for every dispatcher at 1 to 4 ranks, against loops.
+
+Every rank draws all ranks' data from one seed. The stand-in experts work element by element, so their results do not
+depend on how rows are grouped and combined results must agree to the bit.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_runtime.core import ExpertBatch
+from moe_runtime.dispatch.base import Dispatcher
+from moe_runtime.dispatch.checked import CheckedDispatcher
+from moe_runtime.dispatch.rows import Traffic
+from tests.helpers.dispatch_cases import CASES, TIMEOUT, Case, Data, Expected, expect, make, make_data
+from tests.helpers.spawn import run_ranks
+
+
+def check_batch(batch: ExpertBatch, data: Data, expected: Expected, keeps_all: bool) -> None:
+    assert batch.num_rows_p.tolist() == [len(rows) for rows in expected.slot_rows]
+    assert batch.tokens_RD.dtype == data.case.dtype
+    assert batch.tokens_RD.is_contiguous()
+    wanted = [data.x[source][token] for rows in expected.slot_rows for source, token in rows]
+    got = batch.tokens_RD[batch.row_index_S]
+    assert got.shape[0] == len(wanted)
+    if wanted:
+        assert torch.equal(got, torch.stack(wanted))
+    # A token comes once, however many of its experts live here.
+    if not keeps_all:
+        assert batch.tokens_RD.shape[0] == len(expected.received)
+
+
+def run_case(dispatcher: Dispatcher, traffic: Traffic, data: Data, rank: int) -> torch.Tensor:
+    expected = expect(data, rank)
+    plan = data.plan(rank)
+    sent, returned = traffic.rows_sent, traffic.rows_returned
+    batch = dispatcher.dispatch(data.x[rank], plan).wait()
+    check_batch(batch, data, expected, keeps_all="local" in dispatcher.name)
+    out = dispatcher.combine(data.compute(batch, rank), batch, plan, data.weights[rank]).wait()
+    assert out.dtype == data.case.dtype
+    assert out.shape == data.x[rank].shape
+    assert torch.equal(out, expected.out)
+    assert traffic.rows_sent - sent == expected.sent_rows
+    assert traffic.rows_returned - returned == expected.returned_rows
+    return out
+
+
+def conformance(rank: int, num_ranks: int, kind: str, seed: int) -> tuple[list[torch.Tensor], Traffic]:
+    """All cases twice with one dispatcher: wrapped in the checker and in inference mode, then bare."""
+    dispatcher = make(kind, num_ranks)
+    checked = CheckedDispatcher(dispatcher, dist.group.WORLD, TIMEOUT)
+    outputs = []
+    for index, case in enumerate(CASES):
+        try:
+            with torch.inference_mode():
+                run_case(checked, dispatcher.traffic, make_data(case, num_ranks, seed + 100 + index), rank)
+            data = make_data(case, num_ranks, seed + index)
+            outputs.append(run_case(dispatcher, dispatcher.traffic, data, rank))
+        except Exception as error:
+            error.add_note(f"case {case.name!r}, seed {seed}")
+            raise
+    checked.close()
+    checked.close()
+    return outputs, dispatcher.traffic
+
+
+KINDS = [
+    ("local", 1),
+    *[(kind, n) for kind in ("collective", "one_sided") for n in (1, 2, 3, 4)],
+    *[(kind, n) for kind in ("collective-exact", "one_sided-tiny") for n in (2, 4)],
+    *[pytest.param(kind, 8, marks=pytest.mark.slow) for kind in ("collective", "one_sided-tiny")],
+]
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), KINDS)
+def test_contract(kind: str, num_ranks: int, seed: int) -> None:
+    results = run_ranks(conformance, num_ranks, kind, seed)
+    # Together the ranks' outputs are the loops' over all tokens: the same for every dispatcher and number of ranks.
+    for index, case in enumerate(CASES):
+        whole = torch.cat([outputs[index] for outputs, _ in results])
+        assert torch.equal(whole, expect(make_data(case, 1, seed + index), 0).out), case.name
+    traffic = [t for _, t in results]
+    assert len({(t.dispatches, t.combines, t.rounds) for t in traffic}) == 1
+    if kind == "one_sided-tiny":
+        assert traffic[0].rounds > traffic[0].dispatches + traffic[0].combines + 20
+    elif kind != "local":
+        assert traffic[0].rounds == traffic[0].dispatches + traffic[0].combines
+
+
+def many_calls(rank: int, num_ranks: int, kind: str, seed: int) -> None:
+    """Changing sizes, results kept, two dispatches under way at once, waits in either order."""
+    dispatcher = make(kind, num_ranks)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    draw = random.Random(seed)
+    for turn in range(30):
+        cases = [Case("", num_tokens=draw.randrange(25), hidden=draw.choice([5, 16])) for _ in range(2)]
+        datas = [make_data(case, num_ranks, seed + 2 * turn + i) for i, case in enumerate(cases)]
+        plans = [data.plan(rank) for data in datas]
+        pending = [dispatcher.dispatch(d.x[rank], p) for d, p in zip(datas, plans, strict=True)]
+        order = [0, 1] if draw.random() < 0.5 else [1, 0]
+        batches = {i: pending[i].wait() for i in order}
+        outs = {}
+        for i in order:
+            y = datas[i].compute(batches[i], rank)
+            outs[i] = dispatcher.combine(y, batches[i], plans[i], datas[i].weights[rank])
+        for i in reversed(order):
+            out, expected = outs[i].wait(), expect(datas[i], rank)
+            assert torch.equal(out, expected.out), f"turn {turn}, {seed=}"
+            check_batch(batches[i], datas[i], expected, keeps_all=kind == "local")
+            kept.append((out, expected.out))
+    for out, wanted in kept:
+        assert torch.equal(out, wanted)
+    dispatcher.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"), [("local", 1), ("collective", 3), ("one_sided", 3), ("one_sided-tiny", 2)]
+)
+def test_many_calls_in_flight(kind: str, num_ranks: int, seed: int) -> None:
+    run_ranks(many_calls, num_ranks, kind, seed)
+
+
+def count_bytes(rank: int, num_ranks: int, seed: int) -> None:
+    case = Case("", topk=4, hidden=10, num_tokens=50, padding=0.2)
+    data = make_data(case, num_ranks, seed)
+    expected = expect(data, rank)
+    dispatcher = make("collective-exact", num_ranks)
+    moved: list[int] = []
+    real = dist.all_to_all_single
+
+    def counting(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: A002
+        moved.append(input.numel() * input.element_size())
+        return real(output, input, *args, **kwargs)
+
+    dist.all_to_all_single = counting
+    try:
+        plan = data.plan(rank)
+        batch = dispatcher.dispatch(data.x[rank], plan).wait()
+        dispatcher.combine(data.compute(batch, rank), batch, plan, data.weights[rank]).wait()
+    finally:
+        dist.all_to_all_single = real
+    own_rows = len([1 for source, _ in expected.received if source == rank])
+    record = 4 * case.hidden + 4 * case.topk
+    assert moved == [
+        8 * num_ranks,
+        (expected.sent_rows + own_rows) * record,
+        sum(len(rows) for rows in expected.slot_rows) * 4 * case.hidden,
+    ]
+
+
+def test_each_token_crosses_once_in_bytes(seed: int) -> None:
+    run_ranks(count_bytes, 3, seed)
