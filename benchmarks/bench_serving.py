@@ -89,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num-warmups", type=int, default=2, help="requests sent before, not measured (%(default)s)")
     add("--vocab-size", type=int, help="ids are drawn below this; default: what /server_info says")
     add("--temperature", type=float, default=0.0, help="sampling temperature (%(default)s)")
+    add("--extra-body", default="{}", metavar="JSON", help="more fields for every request")
     add(
         "--ready-check-timeout-sec",
         type=float,
