@@ -51,6 +51,7 @@ LAYERS: list[tuple[int, str]] = [
 
 ABOVE: dict[str, tuple[str, ...]] = {
     "moe_runtime.weights": ("moe_runtime.models",),  # weights fill what models declare
+    "moe_runtime.experts": ("moe_runtime.layers",),  # an expert is an MLP: the same activation functions
     "moe_runtime": ("moe_runtime.engine",),
 }
 """Packages that may import others of their own layer, which may not import them."""
@@ -60,7 +61,7 @@ SEAMS = ("attention", "experts", "dispatch")
 
 HELPERS: dict[str, tuple[str, ...]] = {
     "attention": ("base", "kv_cache"),
-    "experts": ("base", "router", "activation"),
+    "experts": ("base", "router"),
     "dispatch": ("base", "rows", "waiting", "mailbox", "heap_shm"),
 }
 """Modules of those packages that any implementation there may import."""
