@@ -302,7 +302,7 @@ class AsyncLLM:
             # Never used again, so that late news of an aborted sequence cannot reach another.
             sequence_id = f"{request_id}#{next(self._numbers)}"
             load = checked.max_output_tokens + (len(ids) if index == 0 else 0)
-            completion = CompletionStream(index, len(ids), params, stop_ids, tokenizer)
+            completion = CompletionStream(index, ids, params, stop_ids, tokenizer)
             self._in_flight.add(InFlightSequence(sequence_id, rank, stream, completion, load))
             commands.append(checked.submission(index, sequence_id, eos_ids))
         self._link.send_tick({rank: commands})

@@ -60,6 +60,14 @@ def test_pieces_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
         assert text.startswith("".join(pieces[: i + 1]))
 
 
+def test_a_completion_continues_its_prompt(tokenizer: Tokenizer) -> None:
+    prompt, added = tokenizer.encode("the cat"), tokenizer.encode("the\nthe", add_special_tokens=False)
+    for skip in (True, False):
+        decoder = IncrementalDecoder(tokenizer, skip, prompt)
+        pieces = [decoder.push(i) for i in added] + [decoder.flush()]
+        assert tokenizer.decode(prompt, skip) + "".join(pieces) == tokenizer.decode(prompt + added, skip)
+
+
 def test_text_is_given_with_its_token(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the the\nthe", add_special_tokens=False)
     pieces = stream(tokenizer, ids)
