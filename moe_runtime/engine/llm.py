@@ -52,11 +52,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        routed_dp_rank: int | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, in any number; the results are in their order.
 
         A prompt is text, a list of token ids, or `{"prompt_token_ids": [...]}` / `{"prompt": "..."}`. One set of
-        sampling parameters serves all prompts, or there is one for each; None means the model's own defaults. Raises
+        sampling parameters serves all prompts, or there is one for each; None means the model's own defaults.
+        `routed_dp_rank` has one rank serve all of them; by default each goes to the least-loaded. Raises
         RequestError naming the prompt's index before anything is computed, EngineDeadError if a rank dies.
         Ctrl-C aborts all of them and leaves the LLM usable.
         """
@@ -66,7 +69,7 @@ class LLM:
         requests = self._thread.run(_check_all(self._engine, listed, params))
         seats = _REQUESTS_PER_SEAT * self.config.max_num_seqs * self.config.ep
         results: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
-        job = self._thread.submit(_run_all(self._engine, requests, seats, results))
+        job = self._thread.submit(_run_all(self._engine, requests, seats, routed_dp_rank, results))
         job.add_done_callback(lambda _: results.put(None))
         outputs: dict[int, RequestOutput] = {}
         try:
@@ -90,6 +93,7 @@ class LLM:
         chat_template: str | None = None,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        routed_dp_rank: int | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, each a list of `{"role": ..., "content": ...}`.
 
@@ -116,7 +120,7 @@ class LLM:
                 )
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append(PromptDict(prompt=text, prompt_token_ids=ids))
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, routed_dp_rank=routed_dp_rank)
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer. Raises ConfigError with `skip_tokenizer_init`."""
@@ -237,6 +241,7 @@ async def _run_all(
     engine: AsyncLLM,
     requests: list[tuple[PromptDict, SamplingParams]],
     seats: int,
+    routed_dp_rank: int | None,
     results: queue.SimpleQueue[tuple[int, RequestOutput] | None],
 ) -> None:
     """Run all requests in order, at most `seats` at a time. The first error ends the others."""
@@ -245,7 +250,7 @@ async def _run_all(
     async def work() -> None:
         for index, (prompt, sampling) in numbered:
             with _naming("prompt", index, len(requests)):
-                results.put((index, await engine.complete(prompt, sampling)))
+                results.put((index, await engine.complete(prompt, sampling, routed_dp_rank=routed_dp_rank)))
 
     try:
         async with asyncio.TaskGroup() as group:
