@@ -5,18 +5,27 @@ The only place that initialises torch.distributed.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from moe_runtime.errors import ConfigError, LockstepError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PR_SET_TIMERSLACK = 29
+_IDLE_SLACK_NS = 250_000_000
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +97,10 @@ def init_topology(ep: int, device: str, step_timeout: float, rendezvous: str | N
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
     timeout = timedelta(seconds=step_timeout)
     try:
-        dist.init_process_group(
-            "gloo", init_method=rendezvous or "env://", rank=rank, world_size=world_size, timeout=timeout
-        )
+        with _lazy_timers():
+            dist.init_process_group(
+                "gloo", init_method=rendezvous or "env://", rank=rank, world_size=world_size, timeout=timeout
+            )
     except (RuntimeError, dist.DistNetworkError) as error:
         raise LockstepError(f"rank {rank} could not join the others: {error}") from error
     control = dist.group.WORLD
@@ -110,6 +120,22 @@ def init_topology(ep: int, device: str, step_timeout: float, rendezvous: str | N
         data_group=data,
         peer_pids=tuple(int(pid) if where == host else 0 for where, pid in seen),
     )
+
+
+@contextlib.contextmanager
+def _lazy_timers() -> Iterator[None]:
+    """Threads started inside may be woken by their timers up to _IDLE_SLACK_NS late; by data, at once.
+
+    gloo's network thread looks a hundred times a second whether it should end, which costs each rank 0.3 % of a core for
+    ever. A thread inherits its timer slack from the one that starts it (Linux: prctl(2), PR_SET_TIMERSLACK).
+    """
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_IDLE_SLACK_NS), 0, 0, 0)
+    try:
+        yield
+    finally:
+        # 0: back to this thread's default.
+        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(0), 0, 0, 0)
 
 
 def _boot_id() -> str:
