@@ -22,7 +22,7 @@ import torch.distributed as dist
 from moe_runtime.errors import ConfigError, LockstepError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 _PR_SET_TIMERSLACK = 29
 _IDLE_SLACK_NS = 250_000_000
@@ -167,14 +167,19 @@ def choose_device(device: str, local_rank: int) -> torch.device:
 def free_memory_bytes(topology: Topology) -> int:
     """Bytes this rank may still take: the device's free memory, or its share of what is free on the host.
 
-    On CPU the limit of the control group (cgroup v2) counts where it is the tighter one. Collective, so that no
-    rank measures while another still loads.
+    Collective, so that no rank measures while another still loads.
     """
     dist.barrier(group=topology.control_group)
     if topology.device.type == "cuda":
         return torch.cuda.mem_get_info(topology.device)[0]
-    free = psutil.virtual_memory().available
-    for folder in (Path("/sys/fs/cgroup"), *_own_cgroups()):
+    free = free_under_limits(psutil.virtual_memory().available, own_cgroups())
+    dist.barrier(group=topology.control_group)
+    return free // topology.local_world_size
+
+
+def free_under_limits(available: int, cgroups: Iterable[Path]) -> int:
+    """`available` bytes, or what the tightest of these control groups (folders, cgroup v2) still allows."""
+    for folder in cgroups:
         try:
             limit = (folder / "memory.max").read_text().strip()
             used = int((folder / "memory.current").read_text())
@@ -183,15 +188,21 @@ def free_memory_bytes(topology: Topology) -> int:
             continue
         if limit != "max":
             # The page cache is given back under pressure.
-            free = min(free, int(limit) - used + int(stat.get("inactive_file", 0)))
-    dist.barrier(group=topology.control_group)
-    return max(0, free) // topology.local_world_size
+            available = min(available, int(limit) - used + int(stat.get("inactive_file", 0)))
+    return max(0, available)
 
 
-def _own_cgroups() -> list[Path]:
+def own_cgroups(
+    mount: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> list[Path]:
+    """Folders of the control group (v2) this process is in and of those around it: each may set a limit."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = membership.read_text().splitlines()
     except OSError:
-        return []
-    own = [line[3:].lstrip("/") for line in lines if line.startswith("0::")]
-    return [Path("/sys/fs/cgroup") / path for path in own if path]
+        return [mount]
+    folders = {mount: None}
+    for line in lines:
+        if line.startswith("0::"):
+            own = mount / line.removeprefix("0::").lstrip("/")
+            folders |= dict.fromkeys([own, *(p for p in own.parents if p.is_relative_to(mount))])
+    return list(folders)
