@@ -28,7 +28,7 @@ class Ranks:
     """Stands in for a Topology whose ranks have these amounts of free memory; this is the first of them."""
 
     free: list[int]
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = field(default_factory=lambda: torch.device("meta"))
 
     @property
     def world_size(self) -> int:
@@ -119,9 +119,9 @@ def test_too_small_says_how_much_there_is(spec: ModelSpec) -> None:
         with pytest.raises(CapacityError, match=r"room for 992 tokens .*max_model_len=1000") as error:
             cache_for(spec, free, 1000, **flags)
         for number in (
-            f"{min(free) / GIB:.2f} GiB free",
+            f"{min(free) / MIB:.1f} MiB free",
             "memory_utilization=0.5",
-            f"{step / GIB:.2f} GiB kept",
+            f"{step / MIB:.1f} MiB kept",
         ):
             assert number in str(error.value)
 
