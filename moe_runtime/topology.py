@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _PR_SET_TIMERSLACK = 29
-_IDLE_SLACK_NS = 250_000_000
+_IDLE_SLACK_NS = 1_000_000_000
 
 logger = logging.getLogger(__name__)
 
