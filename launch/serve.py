@@ -39,6 +39,8 @@ from moe_runtime.weights.demo_model import resolve_model  # noqa: E402
 if TYPE_CHECKING:
     from types import FrameType
 
+    from moe_runtime.topology import Topology
+
 TORCHRUN_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE",
     "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHON_EXEC",
@@ -79,6 +81,9 @@ def become_torchrun(ep: int, argv: list[str]) -> NoReturn:
         "--standalone",
         "--nproc-per-node",
         str(ep),
+        # Ranks notice each other's death themselves; ten looks a second, torchrun's default, are for nothing.
+        "--monitor-interval",
+        "1",
         __file__,
         *argv,
     ]
@@ -97,36 +102,52 @@ def check_rank_count(ep: int) -> None:
 
 def run_rank(engine: EngineConfig, server: ServerConfig) -> int:
     """This process is one rank; rank 0 also starts the front-end."""
-    from moe_runtime.models.registry import load_spec
-    from moe_runtime.topology import init_topology
-
     if server.served_model_name is None:
         name = engine.model if engine.model == "demo" else Path(engine.model).resolve().name
         server = replace(server, served_model_name=name)
     engine = replace(engine, model=str(resolve_model(engine.model)))
-    # Cheap checks first, before anything is started: a wrong folder or architecture is told at once.
-    load_spec(Path(engine.model))
-    watchdog = Watchdog()
-    address, folder, front_end = None, None, None
+    folder, address, front_end = None, "", None
     if os.environ["RANK"] == "0":
         if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
             folder = Path(tempfile.mkdtemp(prefix="moe-runtime-"))
             address = f"ipc://{folder}/link"
         else:
             address = free_tcp_address(os.environ["MASTER_ADDR"])
+        # Before torch is imported here, so that both processes' imports go on at once.
         front_end = start_front_end(engine, server, address)
     try:
-        topology = init_topology(engine.ep, engine.device, engine.step_timeout)
-        link = topology.broadcast_text(f"{address} {front_end.pid if front_end else 0}")
-        address, pid = link.split(" ")
-        if topology.single_host:
-            watchdog.watch(int(pid), f"the HTTP front-end (process {pid})")
-        handle_signals(int(pid) if topology.rank == 0 else None)
+        watchdog = Watchdog()
+        topology, address = join(engine, address, front_end, watchdog)
         serve_rank(engine, topology, address, watchdog)
         return 0
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def join(
+    engine: EngineConfig, address: str, front_end: subprocess.Popen[bytes] | None, watchdog: Watchdog
+) -> tuple[Topology, str]:
+    """Meet the other ranks and learn of the front-end, which is rank 0's. Returns its address beside the topology."""
+    from moe_runtime.models.registry import load_spec
+    from moe_runtime.topology import init_topology
+
+    try:
+        if front_end is not None:
+            # Told at once and by one process, rather than when all ranks have come together.
+            load_spec(Path(engine.model))
+        topology = init_topology(engine.ep, engine.device, engine.step_timeout)
+    except MoeRuntimeError:
+        if front_end is not None:
+            # It has not heard of any rank; of this one's end it would only say that it happened.
+            front_end.kill()
+        raise
+    link = topology.broadcast_text(f"{address} {front_end.pid if front_end else 0}")
+    address, pid = link.split(" ")
+    if topology.single_host:
+        watchdog.watch(int(pid), f"the HTTP front-end (process {pid})")
+    handle_signals(int(pid) if topology.rank == 0 else None)
+    return topology, address
 
 
 def free_tcp_address(master: str) -> str:

@@ -16,7 +16,8 @@ from moe_runtime.engine.messages import Ready
 from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
 from moe_runtime.engine.scheduler import Scheduler
 from moe_runtime.errors import ConfigError
-from moe_runtime.models.registry import load_spec
+from moe_runtime.models.registry import load_adapter, load_spec
+from moe_runtime.models.spec import ModelSpec
 from moe_runtime.moe import ExpertParallelMoe
 from moe_runtime.placement.layout import contiguous, layer_placement
 from moe_runtime.weights.loader import load_weights
@@ -49,12 +50,19 @@ class RankBuilder:
         self, config: EngineConfig, topology: Topology, report: Callable[[str, float], None]
     ) -> None:
         self.config, self.topology, self.report = config, topology, report
-        self.stages = (self.read_config, self.load, self.connect, self.reserve)
+        self._spec_json = ""
+        self.stages = (self.read_config, self.decide, self.load, self.connect, self.reserve)
 
     def read_config(self) -> None:
-        """The model's shape, the data type, the context length, the placement."""
+        """The model's shape, read by rank 0 alone: what reads it takes long to import."""
+        if self.topology.rank == 0:
+            self._spec_json = load_spec(Path(self.config.model))[0].to_json()
+
+    def decide(self) -> None:
+        """The same shape on all ranks, the data type, the context length, the placement."""
         config = self.config
-        self.spec, self.adapter = load_spec(Path(config.model))
+        self.spec = ModelSpec.from_json(self.topology.broadcast_text(self._spec_json))
+        self.adapter = load_adapter(self.spec.architecture)
         self.dtype: torch.dtype = getattr(torch, self.spec.dtype if config.dtype == "auto" else config.dtype)
         longest = self.spec.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > longest:

@@ -70,6 +70,10 @@ class Engine:
         self.stats.steps += 1
         self.stats.step_tokens = plan.num_tokens
         self.stats.generation_tokens += len(sampled) - len(failures)
+        # A prompt is done with its first token; recomputing it after a preemption is no new prompt.
+        self.stats.prompt_tokens += sum(
+            len(seq.prompt_token_ids) for seq in sampling if len(seq.output_token_ids) == 1
+        )
         updates = []
         for seq, token in zip(sampling, sampled, strict=True):
             if seq.request_id in failures:
@@ -112,8 +116,6 @@ class Engine:
                 command.request_id, finish_reason="error", error=str(error), error_param=error.param
             )
             self._report([refused])
-            return
-        self.stats.prompt_tokens += len(command.prompt_token_ids)
 
     def _header(self, plan: StepPlan) -> Header:
         return Header(

@@ -73,6 +73,7 @@ class RankStats(msgspec.Struct):
     num_cached_blocks: int = 0
     """Blocks held by the prefix cache only; they can be evicted."""
     prompt_tokens: int = 0
+    """Of prompts whose first token has been sampled, reused tokens included."""
     generation_tokens: int = 0
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""

@@ -89,35 +89,36 @@ def allocate_cache(
 ) -> KVCache:
     """The KV cache: `num_kv_blocks`, or what fits the rank's free memory after keeping room for a step.
 
-    Collective. The size is the smallest over ranks. Raises CapacityError, with the numbers, if one sequence of
+    Collective. The rank with the least memory decides for all. Raises CapacityError, with the numbers, if one sequence of
     max_model_len tokens would not fit a cache sized from memory.
     """
-    specs = spec.attention_specs()
-    block_bytes = KVCache.bytes_per_block(specs, config.block_size, dtype)
-    blocks_per_sequence = -(-max_model_len // config.block_size)
-    free = free_memory_bytes(topology)
+    specs, block_size = spec.attention_specs(), config.block_size
+    block_bytes = KVCache.bytes_per_block(specs, block_size, dtype)
+    blocks_per_sequence = -(-max_model_len // block_size)
+    free = min(int(n) for n in topology.all_gather_text(str(free_memory_bytes(topology))))
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
         if num_blocks * block_bytes > free:
             raise CapacityError(
-                f"num_kv_blocks={num_blocks} needs {_gib(num_blocks * block_bytes)} per rank, but {_gib(free)} is free"
+                f"num_kv_blocks={num_blocks} needs {_size(num_blocks * block_bytes)} per rank, but {_size(free)} is free"
             )
     else:
-        room = int(free * config.memory_utilization) - step_bytes(config, spec, dtype, topology.world_size)
-        # More than every running sequence at full length is of no use.
-        num_blocks = min(room // block_bytes, config.max_num_seqs * blocks_per_sequence)
-        num_blocks = min(int(n) for n in topology.all_gather_text(str(num_blocks)))
-        if num_blocks < blocks_per_sequence:
+        step = step_bytes(config, spec, dtype, topology.world_size)
+        fitting = max(0, int(free * config.memory_utilization) - step) // block_bytes
+        if fitting < blocks_per_sequence:
             raise CapacityError(
-                f"the KV cache has room for {max(0, num_blocks) * config.block_size} tokens per rank ({_gib(free)} free,"
-                f" memory_utilization={config.memory_utilization}), but one sequence may have"
-                f" max_model_len={max_model_len}; lower max_model_len, free memory, or set num_kv_blocks"
+                f"the KV cache has room for {fitting * block_size} tokens per rank ({_size(free)} free,"
+                f" memory_utilization={config.memory_utilization}, {_size(step)} kept for computing a step), but one sequence"
+                f" may have max_model_len={max_model_len}; lower max_model_len or max_num_batched_tokens, free memory, or set"
+                " num_kv_blocks"
             )
+        # More than every running sequence at full length is of no use.
+        num_blocks = min(fitting, config.max_num_seqs * blocks_per_sequence)
     logger.info(
         "KV cache: %d blocks of %d tokens (%s) per rank; %.1f sequences of %d tokens at once",
-        num_blocks, config.block_size, _gib(num_blocks * block_bytes), num_blocks / blocks_per_sequence, max_model_len,
+        num_blocks, block_size, _size(num_blocks * block_bytes), num_blocks / blocks_per_sequence, max_model_len,
     )  # fmt: skip
-    return KVCache.allocate(specs, num_blocks, config.block_size, dtype, topology.device)
+    return KVCache.allocate(specs, num_blocks, block_size, dtype, topology.device)
 
 
 def step_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, world_size: int) -> int:
@@ -132,5 +133,5 @@ def step_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, world_
     return attention + experts + logits
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

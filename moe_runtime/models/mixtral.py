@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import MixtralConfig
-
 from moe_runtime.models.base import Refusal, WeightRules, common_spec, extend_fields
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.models.weight_rules import decoder_rules
@@ -22,6 +20,8 @@ class MixtralAdapter:
     )
 
     def config(self, values: dict[str, Any]) -> Any:
+        from transformers import MixtralConfig
+
         return MixtralConfig.from_dict(values)
 
     def spec(self, config: Any) -> ModelSpec:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import OlmoeConfig
-
 from moe_runtime.errors import ConfigError
 from moe_runtime.models.base import Refusal, WeightRules, common_spec, extend_fields
 from moe_runtime.models.spec import ModelSpec
@@ -27,6 +25,8 @@ class OlmoeAdapter:
     )
 
     def config(self, values: dict[str, Any]) -> Any:
+        from transformers import OlmoeConfig
+
         return OlmoeConfig.from_dict(values)
 
     def spec(self, config: Any) -> ModelSpec:

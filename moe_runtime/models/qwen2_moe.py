@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Qwen2MoeConfig
-
 from moe_runtime.errors import ConfigError
 from moe_runtime.models.base import WeightRules, common_spec, extend_fields, sparse_mlp_kinds
 from moe_runtime.models.spec import ModelSpec
@@ -32,6 +30,8 @@ class Qwen2MoeAdapter:
     )
 
     def config(self, values: dict[str, Any]) -> Any:
+        from transformers import Qwen2MoeConfig
+
         return Qwen2MoeConfig.from_dict(values)
 
     def spec(self, config: Any) -> ModelSpec:

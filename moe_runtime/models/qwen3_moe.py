@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Qwen3MoeConfig
-
 from moe_runtime.models.base import Refusal, WeightRules, common_spec, extend_fields, sparse_mlp_kinds
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.models.weight_rules import decoder_rules
@@ -28,6 +26,8 @@ class Qwen3MoeAdapter:
     )
 
     def config(self, values: dict[str, Any]) -> Any:
+        from transformers import Qwen3MoeConfig
+
         return Qwen3MoeConfig.from_dict(values)
 
     def spec(self, config: Any) -> ModelSpec:

@@ -1,4 +1,8 @@
-"""From a checkpoint's config.json to its ModelSpec and adapter. Adapters are imported when first needed."""
+"""From a checkpoint's config.json to its ModelSpec and adapter. Adapters are imported when first needed.
+
+Only reading a configuration imports transformers, which takes a second: the ranks that are told the spec by another
+never do.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,6 @@ import importlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from huggingface_hub.errors import StrictDataclassError
 
 from moe_runtime.errors import CheckpointError, ConfigError
 from moe_runtime.models.base import refuse_unsupported
@@ -39,6 +41,8 @@ def load_spec(model_dir: str | Path) -> tuple[ModelSpec, ModelAdapter]:
 
     Raises CheckpointError if it is missing or broken, ConfigError if it asks for something that cannot be honoured.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     path = Path(model_dir) / "config.json"
     values = _read_json(path)
     adapter = load_adapter(_architecture(values, path))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from moe_runtime.attention.base import AttentionSpec
 from moe_runtime.errors import ConfigError
-
-if TYPE_CHECKING:
-    from moe_runtime.layers.rope import RopeSpec
+from moe_runtime.layers.rope import RopeSpec
 
 POSITIVE = (
     "vocab_size",
@@ -93,6 +92,15 @@ class ModelSpec:
         assert len(self.sliding_windows) == len(self.mlp_kinds) == self.num_layers
         assert self.qk_norm in QK_NORMS
         assert set(self.mlp_kinds) <= set(MLP_KINDS)
+
+    def to_json(self) -> str:
+        """For another rank's `from_json`; numbers arrive bit for bit."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelSpec:
+        """What `to_json` wrote."""
+        return msgspec.json.decode(text, type=cls)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from moe_runtime.server.app import create_app
 from moe_runtime.server.context import ModelContext
 from moe_runtime.server.metrics import ServerMetrics
 from moe_runtime.server.state import Phase, ServerState, Serving
+from moe_runtime.server.stats_log import log_stats
 
 DEAD_ANSWER_S = 2.0
 """How long requests are still answered, with 503, after the ranks have gone."""
@@ -116,11 +117,15 @@ class Lifecycle:
     async def _until_end(self) -> int:
         llm = await self._load()
         if llm is not None:
-            watcher = asyncio.create_task(self._watch(llm))
+            beside = [asyncio.create_task(self._watch(llm))]
+            interval = self._engine_config.log_stats_interval
+            if interval:
+                beside.append(asyncio.create_task(log_stats(lambda: llm.stats, interval)))
             await self._end.wait()
             if self.state.phase is Phase.DRAINING:
                 await self._finish_requests()
-            watcher.cancel()
+            for task in beside:
+                task.cancel()
             if llm.dead is not None:
                 self.fail(str(llm.dead))
         if self.state.phase is Phase.DEAD:

@@ -16,6 +16,7 @@ from transformers import masking_utils, modeling_rope_utils
 from moe_runtime.errors import CheckpointError, ConfigError
 from moe_runtime.layers.rope import REFUSED_KINDS, REQUIRED_KEYS
 from moe_runtime.models.registry import ADAPTER_MODULES, load_adapter, load_spec
+from moe_runtime.models.spec import ModelSpec
 from tests.helpers.tiny_models import FAMILIES, tiny_config
 
 # Methods and properties of transformers' configuration base class, not fields of config.json.
@@ -140,6 +141,19 @@ def test_unknown_fields_are_fine(family: str, tmp_path: Path, seed: int) -> None
     assert ARCHITECTURES[family] in adapter.architectures
     assert len(spec.attention_specs()) == spec.num_layers
     assert spec.num_moe_layers == len(spec.moe_layers) == spec.num_layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_ranks_get_the_same_shape(family: str, tmp_path: Path, seed: int) -> None:
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4 / 3,
+        "rope_theta": 12345.678,
+        "original_max_position_embeddings": 128,
+    }
+    for changes in ({}, {"rope_parameters": yarn, "rms_norm_eps": 1e-6 / 3}):
+        spec, _ = load_spec(write(tmp_path, family, seed, **changes))
+        assert ModelSpec.from_json(spec.to_json()) == spec
 
 
 def test_fields_as_hub_files_have_them(tmp_path: Path) -> None:
