@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from moe_runtime.engine.outputs import Logprob
 from moe_runtime.engine.tokenizer import Tokenizer
@@ -21,6 +23,7 @@ from moe_runtime.server.protocol import (
 )
 from moe_runtime.server.token_text import CompletionLogprobsWriter, TokenTexts
 from tests.helpers.tiny_tokenizer import build_tokenizer
+from tests.helpers.tokenizers import byte_fallback
 
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"messages": [USER]}
@@ -251,3 +254,11 @@ def test_text_offsets_point_into_the_text(tokenizer: Tokenizer, seed: int) -> No
         before = b"".join(TokenTexts(tokenizer).bytes_of(i) for i in ids[:position])
         assert offset == len(before.decode(errors="ignore"))
     assert [len(top) for top in (first.top_logprobs or []) + (second.top_logprobs or [])] == [1] * len(ids)
+
+
+def test_token_bytes_of_byte_fallback_vocabularies(tmp_path: Path) -> None:
+    folder = byte_fallback(tmp_path / "model")
+    texts = TokenTexts(Tokenizer(PreTrainedTokenizerFast.from_pretrained(folder)))
+    ids = Tokenizer(PreTrainedTokenizerFast.from_pretrained(folder)).encode("the é 日")[1:]
+    assert b"".join(texts.bytes_of(i) for i in ids) == " the é 日".encode()
+    assert len(ids) > 4
