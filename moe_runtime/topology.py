@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.errors import ConfigError, LockstepError
+
+START_TIMEOUT_S = 600.0
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +53,24 @@ class Topology:
 
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank. Collective."""
-        return all_gather_text(self.control_group, text)
+        with self._lockstep_errors():
+            return all_gather_text(self.control_group, text)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        with self._lockstep_errors():
+            dist.barrier(group=self.control_group)
 
     def broadcast_text(self, text: str | None) -> str:
         """Rank 0's text. Collective."""
         return self.all_gather_text(text or "")[0]
+
+    @contextmanager
+    def _lockstep_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise LockstepError(f"rank {self.rank}: a peer is gone or late ({error})") from error
 
 
 def all_gather_text(group: dist.ProcessGroup, text: str) -> list[str]:
@@ -73,7 +90,8 @@ def all_gather_text(group: dist.ProcessGroup, text: str) -> list[str]:
 def init_topology(ep: int, device: str, step_timeout: float, rendezvous: str | None = None) -> Topology:
     """Join the process group. RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE come from torchrun or the launcher.
 
-    `rendezvous`: a `file://` address for ranks of one host; None takes torchrun's MASTER_ADDR and MASTER_PORT.
+    While starting, ranks wait for one another for START_TIMEOUT_S at least, whatever `step_timeout` says: they read
+    weights at different speeds. `rendezvous`: a `file://` address for ranks of one host; None takes torchrun's MASTER_ADDR and MASTER_PORT.
     """
     env = os.environ
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
@@ -86,10 +104,10 @@ def init_topology(ep: int, device: str, step_timeout: float, rendezvous: str | N
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if chosen.type == "cpu":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
-    timeout = timedelta(seconds=step_timeout)
+    patience = timedelta(seconds=max(step_timeout, START_TIMEOUT_S))
     try:
         dist.init_process_group(
-            "gloo", init_method=rendezvous or "env://", rank=rank, world_size=world_size, timeout=timeout
+            "gloo", init_method=rendezvous or "env://", rank=rank, world_size=world_size, timeout=patience
         )
     except (RuntimeError, dist.DistNetworkError) as error:
         raise LockstepError(f"rank {rank} could not join the others: {error}") from error
@@ -97,7 +115,7 @@ def init_topology(ep: int, device: str, step_timeout: float, rendezvous: str | N
     assert control is not None
     data = control
     if chosen.type == "cuda":
-        data = dist.new_group(backend="nccl", timeout=timeout)
+        data = dist.new_group(backend="nccl", timeout=timedelta(seconds=step_timeout))
     host = f"{socket.gethostname()} {_boot_id()}"
     seen = [line.rsplit(" ", 1) for line in all_gather_text(control, f"{host} {os.getpid()}")]
     return Topology(
@@ -144,7 +162,7 @@ def free_memory_bytes(topology: Topology) -> int:
     On CPU the limit of the control group (cgroup v2) counts where it is the tighter one. Collective, so that no
     rank measures while another still loads.
     """
-    dist.barrier(group=topology.control_group)
+    topology.barrier()
     if topology.device.type == "cuda":
         return torch.cuda.mem_get_info(topology.device)[0]
     free = psutil.virtual_memory().available
@@ -158,7 +176,7 @@ def free_memory_bytes(topology: Topology) -> int:
         if limit != "max":
             # The page cache is given back under pressure.
             free = min(free, int(limit) - used + int(stat.get("inactive_file", 0)))
-    dist.barrier(group=topology.control_group)
+    topology.barrier()
     return max(0, free) // topology.local_world_size
 
 
