@@ -272,6 +272,8 @@ class AsyncLLM:
             self._link.flush()
         self._set_dead(EngineDeadError("the engine has been closed"))
         await self._link.wait_exits(_LEAVE_DEAD_S if was_dead else _LEAVE_S)
+        # One that is stuck, or stopped, would stay.
+        self._link.kill()
         if self._ranks is not None:
             self._ranks.kill()
         self._receiver.cancel()

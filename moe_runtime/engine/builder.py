@@ -87,7 +87,7 @@ class RankBuilder:
             local,
             self.dtype,
             self.topology.device,
-            progress=lambda share: self.report("loading weights", share),
+            progress=lambda share: self.report("loading weights", 0.01 + 0.94 * share),
         )
 
     def connect(self) -> None:
@@ -97,7 +97,7 @@ class RankBuilder:
 
     def reserve(self) -> None:
         """The KV cache."""
-        self.report("reserving the KV cache", 0.0)
+        self.report("reserving the KV cache", 0.95)
         self.cache = allocate_cache(self.config, self.spec, self.dtype, self.max_model_len, self.topology)
         self.attention = backends.make_attention(self.config, self.spec, self.cache, self.topology)
 
@@ -122,7 +122,7 @@ class RankBuilder:
             config.max_num_batched_tokens,
             self.max_model_len,
         )
-        return Engine(topology.rank, scheduler, runner, Control(topology), link)
+        return Engine(topology.rank, scheduler, runner, Control(topology, config.step_timeout), link)
 
     @property
     def num_kv_blocks(self) -> int:

@@ -19,6 +19,7 @@ from moe_runtime.engine.frontend_link import FrontendLink
 from moe_runtime.server.app import create_app
 from moe_runtime.server.context import ModelContext
 from moe_runtime.server.metrics import ServerMetrics
+from moe_runtime.server.sockets import remove_link
 from moe_runtime.server.state import Phase, ServerState, Serving
 from moe_runtime.server.stats_log import log_stats
 
@@ -26,7 +27,8 @@ DEAD_ANSWER_S = 2.0
 """How long requests are still answered, with 503, after the ranks have gone."""
 _FLUSH_S = 1.0
 """How long clients get to read the last of their answers."""
-_IPC = "ipc://"
+_LAST_WORDS_S = 0.5
+"""How long the reason is waited for when the ranks go while loading."""
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +93,6 @@ class Lifecycle:
         """The ranks have gone: answer 503 for a moment, then leave with exit code 1."""
         if self._ranks_may_go or self.state.phase is Phase.DEAD:
             return
-        logger.error("%s; the server ends", reason)
         self.state.phase, self.state.reason = Phase.DEAD, reason
         self._end.set()
         self._now.set()
@@ -129,8 +130,12 @@ class Lifecycle:
             if llm.dead is not None:
                 self.fail(str(llm.dead))
         if self.state.phase is Phase.DEAD:
-            # The ranks end by themselves, and streams have been told by the engine.
-            await asyncio.sleep(DEAD_ANSWER_S)
+            logger.error("%s; the server ends", self.state.reason)
+            answering = asyncio.create_task(asyncio.sleep(DEAD_ANSWER_S))
+            if llm is not None:
+                # Streams have been told. The ranks end by themselves; one that is stuck is killed.
+                await llm.close()
+            await answering
             return 1
         if llm is not None:
             self._ranks_may_go = True
@@ -146,6 +151,9 @@ class Lifecycle:
         ending = asyncio.create_task(self._end.wait())
         try:
             await asyncio.wait({loading, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if self.state.phase is Phase.DEAD:
+                # A rank may have said why.
+                await asyncio.wait({loading}, timeout=_LAST_WORDS_S)
             if not loading.done():
                 link.close()
                 return None
@@ -158,7 +166,7 @@ class Lifecycle:
                 task.cancel()
             await asyncio.gather(loading, ending, return_exceptions=True)
             # All ranks are connected, or never will be. Rank 0 may be killed before it can remove this itself.
-            self._remove_socket()
+            remove_link(self._link_address)
         self._open(llm)
         return llm
 
@@ -192,13 +200,6 @@ class Lifecycle:
             task.cancel()
         if self.state.num_in_flight:
             logger.warning("requests cut off: %d", self.state.num_in_flight)
-
-    def _remove_socket(self) -> None:
-        if self._link_address.startswith(_IPC):
-            path = Path(self._link_address.removeprefix(_IPC))
-            with contextlib.suppress(OSError):
-                path.unlink()
-                path.parent.rmdir()
 
 
 def curl_line(address: tuple[object, ...], context: ModelContext) -> str:
