@@ -22,8 +22,7 @@ from moe_runtime.server.protocol import (
     parse,
 )
 from moe_runtime.server.token_text import CompletionLogprobsWriter, TokenTexts
-from tests.helpers.tiny_tokenizer import build_tokenizer
-from tests.helpers.tokenizers import byte_fallback
+from tests.helpers.tiny_tokenizer import build_tokenizer, byte_fallback
 
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"messages": [USER]}
