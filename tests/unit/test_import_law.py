@@ -67,7 +67,9 @@ HELPERS: dict[str, tuple[str, ...]] = {
 """Modules of those packages that any implementation there may import."""
 
 FENCES: dict[str, tuple[str, ...]] = {
-    "torch.distributed": ("moe_runtime.topology", "moe_runtime.engine.control", "moe_runtime.dispatch.", "tests.", "benchmarks."),
+    "torch.distributed": (
+        "moe_runtime.topology", "moe_runtime.engine.control", "moe_runtime.dispatch.", "launch.quiet_torchrun", "tests.", "benchmarks.",
+    ),
     "transformers": (
         "moe_runtime.models.", "moe_runtime.weights.", "moe_runtime.engine.tokenizer", "moe_runtime.engine.worker",
         "moe_runtime.engine.async_llm", "moe_runtime.server.", "moe_runtime.tools.", "tests.", "benchmarks.",
