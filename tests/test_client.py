@@ -486,6 +486,11 @@ def test_llm_names_the_bad_prompt_before_it_starts(llm: LLM) -> None:
         llm.generate([[1], [VOCAB]], use_tqdm=False)
     with pytest.raises(RequestError, match="2 prompts but 1 sampling_params"):
         llm.generate([[1], [2]], [SamplingParams()], use_tqdm=False)
+    for wrong in ({"temperature": 0}, [{"temperature": 0}], 3):
+        with pytest.raises(RequestError, match="must be SamplingParams"):
+            llm.generate([[1]], wrong, use_tqdm=False)
+    with pytest.raises(RequestError, match="not None"):
+        llm.generate(None, use_tqdm=False)
     assert told(Path(llm.config.model), 0, "submit") == []
 
 
@@ -494,6 +499,10 @@ def test_llm_chat(llm: LLM) -> None:
     (output,) = llm.chat(talk, SamplingParams(seed=1), use_tqdm=False)
     assert output.prompt == "<|start|>user\nhello<|end|>\n<|start|>assistant\n"
     assert output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt, add_special_tokens=False)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    assert llm.chat(parts, use_tqdm=False)[0].prompt == output.prompt.replace("hello", "hel\nlo")
+    with pytest.raises(RequestError, match="content part 0"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url"}]}], use_tqdm=False)
     pair = llm.chat([talk, talk], SamplingParams(seed=1), use_tqdm=False)
     assert [p.outputs for p in pair] == [output.outputs] * 2
     half = [*talk, {"role": "assistant", "content": "well"}]
@@ -532,6 +541,8 @@ def test_llm_closed(llm: LLM) -> None:
 def test_llm_unknown_argument() -> None:
     with pytest.raises(ConfigError, match="max_model_len"):
         LLM(max_model_length=3)
+    with pytest.raises(ConfigError, match="tensor parallelism"):
+        LLM("demo", tensor_parallel_size=2)
 
 
 SCRIPT = """

@@ -129,6 +129,13 @@ def test_prefixes_are_reused_to_the_token(http: httpx.Client, seed: int) -> None
     assert cached == [0, 37]
 
 
+def scraped(http: httpx.Client) -> dict[str, float]:
+    """Samples of /metrics by name and labels as written, without the prefix."""
+    lines = [line for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
+    pairs = [line.removeprefix("moe_runtime:").rsplit(" ", 1) for line in lines]
+    return {name: float(value) for name, value in pairs}
+
+
 def test_both_ranks_serve_and_are_counted(http: httpx.Client) -> None:
     def generated() -> list[float]:
         lines = http.get("/metrics").text.splitlines()
@@ -142,6 +149,19 @@ def test_both_ranks_serve_and_are_counted(http: httpx.Client) -> None:
     assert len(gained) == EP
     assert sum(gained) == 80
     assert all(gained)
+    values = scraped(http)
+    info = http.get("/load").json()["ranks"]
+    for rank in range(EP):
+        label = f'engine="{rank}",model_name="'
+        (steps,) = (v for k, v in values.items() if k.startswith(f"iteration_tokens_total_count{{{label}"))
+        (tokens,) = (v for k, v in values.items() if k.startswith(f"iteration_tokens_total_sum{{{label}"))
+        (waited,) = (
+            v for k, v in values.items() if k.startswith(f"request_queue_time_seconds_count{{{label}")
+        )
+        # A rank also takes part in steps that have none of its tokens.
+        assert 10 <= steps <= info[rank]["num_steps"]
+        assert tokens >= gained[rank]
+        assert waited >= 4
     assert http.get("/health_generate").status_code == 200
 
 

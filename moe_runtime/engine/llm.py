@@ -14,7 +14,8 @@ from typing import Any, Self, TypeVar, cast
 
 from tqdm.auto import tqdm
 
-from moe_runtime.config import EngineConfig, replace
+from moe_runtime.cli import from_keywords
+from moe_runtime.config import EngineConfig
 from moe_runtime.core import SamplingParams
 from moe_runtime.engine.async_llm import AsyncLLM
 from moe_runtime.engine.messages import RankStats
@@ -33,12 +34,13 @@ class LLM:
     """A model on its own `ep` expert-parallel ranks, which are processes started here and ended by `close`.
 
     Works in scripts, with or without a `__main__` guard, and in notebooks. Not for use by several threads at once.
-    Keyword arguments are the fields of `EngineConfig`, named like the flags of the scripts. Raises ConfigError,
-    CheckpointError, CapacityError, ... if the ranks cannot start.
+    Keyword arguments are the fields of `EngineConfig`, named like the flags of the scripts; other spellings of the flags
+    work too (`gpu_memory_utilization`). Raises ConfigError, CheckpointError, CapacityError, ... if the ranks cannot start.
     """
 
-    def __init__(self, model: str = "demo", **flags: Any) -> None:
-        self.config = replace(EngineConfig(), model=model, **flags)
+    def __init__(self, model: str | None = None, **flags: Any) -> None:
+        """`model`: the folder of a checkpoint, or `demo`, the default."""
+        self.config = from_keywords(EngineConfig, flags if model is None else {"model": model, **flags})
         self._thread = _LoopThread()
         try:
             self._engine = self._thread.run(AsyncLLM.from_config(self.config, limit_queue=False))
@@ -128,7 +130,7 @@ class LLM:
             raise ConfigError("there is no tokenizer: skip_tokenizer_init=True")
         return self._engine.tokenizer.hf
 
-    def default_sampling_params(self) -> SamplingParams:
+    def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults, from its generation_config.json."""
         return SamplingParams(**self._engine.default_sampling)
 
@@ -157,9 +159,14 @@ class LLM:
         self, prompts: list[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if given is None:
-            given = self.default_sampling_params()
+            given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * len(prompts)
+        if not isinstance(given, Sequence) or not all(isinstance(p, SamplingParams) for p in given):
+            raise RequestError(
+                f"sampling_params must be SamplingParams or a list of them, not {type(given).__name__}",
+                "sampling_params",
+            )
         if len(given) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts but {len(given)} sampling_params: give one, or one for each",
@@ -264,7 +271,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list. A list of integers is one prompt."""
     if isinstance(prompts, str | dict):
         return [prompts]
-    listed = list(prompts)
+    try:
+        listed = list(prompts)
+    except TypeError:
+        raise RequestError(f"prompts: a prompt or a list of prompts, not {prompts!r}", "prompt") from None
     if listed and all(isinstance(item, numbers.Integral) for item in listed):
         return [cast("Prompt", listed)]
     return cast("list[Prompt]", listed)

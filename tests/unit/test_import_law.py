@@ -68,7 +68,8 @@ HELPERS: dict[str, tuple[str, ...]] = {
 
 FENCES: dict[str, tuple[str, ...]] = {
     "torch.distributed": (
-        "moe_runtime.topology", "moe_runtime.engine.control", "moe_runtime.dispatch.", "launch.quiet_torchrun", "tests.", "benchmarks.",
+        "moe_runtime.topology", "moe_runtime.engine.control", "moe_runtime.dispatch.", "launch.quiet_torchrun", "tests.",
+        "benchmarks.",
     ),
     "transformers": (
         "moe_runtime.models.", "moe_runtime.weights.", "moe_runtime.engine.tokenizer", "moe_runtime.engine.worker",
