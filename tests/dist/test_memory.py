@@ -1,0 +1,76 @@
+"""A rank's private memory: the weights it keeps, the KV cache, and little more, while it loads and while it serves."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from moe_runtime import LLM, SamplingParams
+from moe_runtime.attention.kv_cache import KVCache
+from moe_runtime.models.registry import load_spec
+from tests.helpers.big_models import make_big
+from tests.helpers.usage import PeakPrivate, peak_anonymous_bytes
+
+MIB = 2**20
+EP = 2
+NUM_EXPERTS = 60
+PROMPT = 2048
+BLOCK_SIZE = 16
+NUM_BLOCKS = 2 * PROMPT // BLOCK_SIZE
+
+
+def ranks_here() -> list[int]:
+    children = psutil.Process().children()
+    return [child.pid for child in children if "moe_runtime.engine.worker" in child.cmdline()]
+
+
+@pytest.mark.parametrize("dispatcher", ["one_sided", pytest.param("collective", marks=pytest.mark.slow)])
+def test_a_rank_takes_its_weights_its_cache_and_little_more(
+    dispatcher: str, tmp_path: Path, seed: int
+) -> None:
+    size = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 4096}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    experts = {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
+    weight_bytes = make_big(
+        "mixtral", tmp_path, seed, torch.bfloat16, **size, **heads, **experts, max_position_embeddings=4096
+    )
+    expert_bytes = NUM_EXPERTS * 3 * 512 * 1024 * 2 * 4
+    kept = weight_bytes - expert_bytes * (EP - 1) // EP
+    spec, _ = load_spec(tmp_path)
+    kv = NUM_BLOCKS * KVCache.bytes_per_block(spec.attention_specs(), BLOCK_SIZE, torch.bfloat16)
+    limit = 1.15 * kept + kv + 400 * MIB
+    assert weight_bytes > 500 * MIB
+    assert kept + expert_bytes / EP + kv + 150 * MIB > limit, "all experts would fit: the test shows nothing"
+
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(4096) for _ in range(length)] for length in [PROMPT] * EP + [40] * 64]
+    params = SamplingParams(max_tokens=6, ignore_eos=True, top_p=0.9)
+    with contextlib.ExitStack() as stack:
+        with PeakPrivate(ranks_here) as peak:
+            llm = stack.enter_context(
+                LLM(
+                    model=str(tmp_path),
+                    ep=EP,
+                    dispatcher=dispatcher,
+                    skip_tokenizer_init=True,
+                    block_size=BLOCK_SIZE,
+                    num_kv_blocks=NUM_BLOCKS,
+                    max_num_batched_tokens=PROMPT,
+                )
+            )
+            loading = dict(peak.bytes)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert {len(output.outputs[0].token_ids) for output in outputs} == {6}
+        exact = {pid: peak_anonymous_bytes(pid) for pid in ranks_here()}
+    assert len(exact) == EP
+    print(f"MiB: limit {limit / MIB:.0f}, weights kept {kept / MIB:.0f}, KV {kv / MIB:.0f}")
+    for pid, anonymous in exact.items():
+        highest = max(peak.bytes[pid], anonymous)
+        print(f"MiB: while loading {loading[pid] / MIB:.0f}, highest {highest / MIB:.0f}")
+        assert loading[pid] > kept, "the sampler saw nothing"
+        assert highest <= limit
