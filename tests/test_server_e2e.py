@@ -129,6 +129,16 @@ def test_prefixes_are_reused_to_the_token(http: httpx.Client, seed: int) -> None
     assert cached == [0, 37]
 
 
+def test_choices_come_with_their_reasons(server: RealServer) -> None:
+    for rank in server.info["ranks"]:
+        chosen = rank["chosen"]
+        # Which dispatcher it is depends on the room in /dev/shm; that the others lost for a reason does not.
+        assert chosen["dispatcher"] in ("one_sided", "collective")
+        assert "not local: 2 ranks" in chosen["dispatcher_reason"]
+        assert chosen["moe_backend_reason"] == "auto; not reference: slower than cpu"
+        assert chosen["attention_backend_reason"].startswith("auto; not reference")
+
+
 def scraped(http: httpx.Client) -> dict[str, float]:
     """Samples of /metrics by name and labels as written, without the prefix."""
     lines = [line for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
