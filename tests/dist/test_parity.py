@@ -40,7 +40,7 @@ def test_tiny_model_matches_transformers(family: str, ep: int, tmp_path: Path, s
     def prompt(length: int) -> list[int]:
         return [draw.randrange(vocab) for _ in range(length)]
 
-    # Room for two of the longest sequences per rank: a batch of 32 must preempt.
+    # Room for two of the longest sequences per rank, or little more than one: a batch of 32 must preempt everywhere.
     with LLM(
         model=str(tmp_path),
         ep=ep,
@@ -48,7 +48,7 @@ def test_tiny_model_matches_transformers(family: str, ep: int, tmp_path: Path, s
         skip_tokenizer_init=True,
         max_model_len=160,
         block_size=BLOCK_SIZE,
-        num_kv_blocks=2 * 128 // BLOCK_SIZE,
+        num_kv_blocks=(256 if ep <= 2 else 160) // BLOCK_SIZE,
         max_num_batched_tokens=7,
     ) as llm:
         first = prompt(37)
@@ -60,8 +60,7 @@ def test_tiny_model_matches_transformers(family: str, ep: int, tmp_path: Path, s
         outputs = llm.generate(batch, GREEDY, use_tqdm=False)
         for output in outputs:
             check_greedy(reference, output, NUM_TOKENS)
-        if ep <= 2:
-            assert sum(rank.preemptions for rank in llm.stats) > 0, "the cache was too large for this test"
+        assert sum(rank.preemptions for rank in llm.stats) > 0, "the cache was too large for this test"
         for rank in llm.stats:
             assert rank.num_running == rank.num_waiting == 0
             assert rank.num_free_blocks + rank.num_cached_blocks == rank.num_blocks, "blocks leaked"
@@ -111,7 +110,7 @@ def test_demo_model_matches_transformers(ep: int, demo_reference: Any) -> None:
         ep=ep,
         dtype="float32",
         max_model_len=160,
-        num_kv_blocks=20,
+        num_kv_blocks=20 if ep <= 2 else 12,
         max_num_batched_tokens=29,
     ) as llm:
         for repeat in range(2):
@@ -122,5 +121,4 @@ def test_demo_model_matches_transformers(ep: int, demo_reference: Any) -> None:
                     assert output.num_cached_tokens == len(output.prompt_token_ids) - 1
         for output in llm.generate(texts, GREEDY, use_tqdm=False):
             check_greedy(demo_reference, output, NUM_TOKENS)
-        if ep <= 2:
-            assert sum(rank.preemptions for rank in llm.stats) > 0, "the cache was too large for this test"
+        assert sum(rank.preemptions for rank in llm.stats) > 0, "the cache was too large for this test"
