@@ -31,7 +31,7 @@ import msgspec  # noqa: E402
 
 from moe_runtime import cli  # noqa: E402
 from moe_runtime.config import EngineConfig, ServerConfig, replace, with_environment  # noqa: E402
-from moe_runtime.engine.worker import leave, serve_rank, setup_logging  # noqa: E402
+from moe_runtime.engine.worker import leave, limit_kernel_caches, serve_rank, setup_logging  # noqa: E402
 from moe_runtime.errors import ConfigError, MoeRuntimeError  # noqa: E402
 from moe_runtime.watchdog import Watchdog, die_with_parent  # noqa: E402
 from moe_runtime.weights.demo_model import resolve_model  # noqa: E402
@@ -106,6 +106,7 @@ def run_rank(engine: EngineConfig, server: ServerConfig) -> int:
         name = engine.model if engine.model == "demo" else Path(engine.model).resolve().name
         server = replace(server, served_model_name=name)
     engine = replace(engine, model=str(resolve_model(engine.model)))
+    limit_kernel_caches()
     folder, address, front_end = None, "", None
     if os.environ["RANK"] == "0":
         if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
