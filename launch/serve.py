@@ -33,7 +33,7 @@ import msgspec  # noqa: E402
 
 from moe_runtime import cli  # noqa: E402
 from moe_runtime.config import EngineConfig, ServerConfig, replace, with_environment  # noqa: E402
-from moe_runtime.engine.worker import leave, serve_rank, setup_logging  # noqa: E402
+from moe_runtime.engine.worker import leave, limit_kernel_caches, serve_rank, setup_logging  # noqa: E402
 from moe_runtime.errors import ConfigError, MoeRuntimeError  # noqa: E402
 from moe_runtime.server.sockets import listen  # noqa: E402
 from moe_runtime.watchdog import Watchdog, die_with_parent  # noqa: E402
@@ -121,6 +121,7 @@ def run_rank(engine: EngineConfig, server: ServerConfig) -> int:
         server = replace(server, served_model_name=name)
     engine = replace(engine, model=str(resolve_model(engine.model)))
     watchdog = Watchdog()
+    limit_kernel_caches()
     folder, address, front_end = None, "", None
     if os.environ["RANK"] == "0":
         # Told here, before anything is started.

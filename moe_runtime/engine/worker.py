@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from moe_runtime.engine.rank_link import RankLink
     from moe_runtime.topology import Topology
 
+KERNEL_CACHE_ENTRIES = 128
+"""Compiled CPU kernels that oneDNN and torch's layer over it keep each; see `limit_kernel_caches`."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,6 +42,16 @@ def setup_logging(level: str) -> None:
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
+
+
+def limit_kernel_caches() -> None:
+    """Bound what oneDNN keeps. Call it before torch is imported; a user's own setting stays.
+
+    It compiles a kernel for every shape of a bfloat16 or float16 product, and a served batch has another number of rows
+    each time. Half a MiB each, 1024 of them, the libraries' default, would take more memory than all activations.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(KERNEL_CACHE_ENTRIES))
 
 
 def serve_rank(config: EngineConfig, topology: Topology, address: str, watchdog: Watchdog) -> None:
@@ -127,6 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     watchdog.watch(args.parent, "the program that started this rank")
     config = msgspec.json.decode(args.config_json, type=EngineConfig)
     setup_logging(config.log_level)
+    limit_kernel_caches()
     # Ctrl-C in a terminal reaches the whole process group; the program decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from moe_runtime.topology import init_topology

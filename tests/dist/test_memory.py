@@ -29,9 +29,17 @@ def ranks_here() -> list[int]:
     return [child.pid for child in children if "moe_runtime.engine.worker" in child.cmdline()]
 
 
-@pytest.mark.parametrize("dispatcher", ["one_sided", pytest.param("collective", marks=pytest.mark.slow)])
+# The number of other prompts and of output tokens of each, at most: the more, the more shapes its kernels meet.
+@pytest.mark.parametrize(
+    ("dispatcher", "num_others", "max_output"),
+    [
+        ("one_sided", 16, 10),
+        pytest.param("one_sided", 48, 40, marks=pytest.mark.slow),
+        pytest.param("collective", 48, 40, marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_takes_its_weights_its_cache_and_little_more(
-    dispatcher: str, tmp_path: Path, seed: int
+    dispatcher: str, num_others: int, max_output: int, tmp_path: Path, seed: int
 ) -> None:
     size = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 4096}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
@@ -48,8 +56,11 @@ def test_a_rank_takes_its_weights_its_cache_and_little_more(
     assert kept + expert_bytes / EP + kv + 150 * MIB > limit, "all experts would fit: the test shows nothing"
 
     draw = random.Random(seed)
-    prompts = [[draw.randrange(4096) for _ in range(length)] for length in [PROMPT] * EP + [40] * 64]
-    params = SamplingParams(max_tokens=6, ignore_eos=True, top_p=0.9)
+    # Whole prompts, then batches of all sizes down to one.
+    lengths = [PROMPT] * EP + [draw.randint(1, 300) for _ in range(num_others)]
+    prompts = [[draw.randrange(4096) for _ in range(length)] for length in lengths]
+    outputs_wanted = [draw.randint(1, max_output) for _ in prompts]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, top_p=0.9) for n in outputs_wanted]
     with contextlib.ExitStack() as stack:
         with PeakPrivate(ranks_here) as peak:
             llm = stack.enter_context(
@@ -65,7 +76,7 @@ def test_a_rank_takes_its_weights_its_cache_and_little_more(
             )
             loading = dict(peak.bytes)
             outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert {len(output.outputs[0].token_ids) for output in outputs} == {6}
+        assert [len(output.outputs[0].token_ids) for output in outputs] == outputs_wanted
         exact = {pid: peak_anonymous_bytes(pid) for pid in ranks_here()}
     assert len(exact) == EP
     print(f"MiB: limit {limit / MIB:.0f}, weights kept {kept / MIB:.0f}, KV {kv / MIB:.0f}")
