@@ -90,6 +90,8 @@ class AsyncLLM:
         self._in_flight = InFlight(self._chooser)
         self._loop = asyncio.get_running_loop()
         self._dead: asyncio.Future[EngineDeadError] = self._loop.create_future()
+        self._failures: dict[int | None, EngineDeadError] = {}
+        """What ranks have failed with."""
         self._draining = False
         self._closing: asyncio.Task[None] | None = None
         link.dead.add_done_callback(self._on_death)
@@ -355,6 +357,7 @@ class AsyncLLM:
 
     def _on_failure(self, failed: Failed) -> None:
         error = EngineDeadError(f"rank {failed.rank} failed: {failed.kind}: {failed.message}")
+        self._failures[failed.rank] = error
         # One that lost a peer reports a consequence; whoever is the cause may still be heard of.
         if failed.kind == LockstepError.__name__:
             self._loop.call_later(2 * _LAST_WORDS_S, self._set_dead, error)
@@ -363,7 +366,11 @@ class AsyncLLM:
 
     def _on_death(self, dead: asyncio.Future[EngineDeadError]) -> None:
         if not dead.cancelled():
-            self._loop.call_later(_LAST_WORDS_S, self._set_dead, dead.result())
+            self._loop.call_later(_LAST_WORDS_S, self._on_death_settled, dead.result())
+
+    def _on_death_settled(self, error: EngineDeadError) -> None:
+        """The first rank to go may have said why."""
+        self._set_dead(self._failures.get(self._link.dead_rank, error))
 
     def _set_dead(self, error: EngineDeadError) -> None:
         if self._dead.done():

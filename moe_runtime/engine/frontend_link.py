@@ -41,6 +41,8 @@ class FrontendLink:
         self._loop = asyncio.get_running_loop()
         self.dead: asyncio.Future[EngineDeadError] = self._loop.create_future()
         """Done, with the error to report, once a rank's process has gone."""
+        self.dead_rank: int | None = None
+        """The rank that `dead` is about."""
         self.folder: Path | None = None
         """Private (0700); holds the socket and whatever else start-up needs. See `remove_folder`."""
         if address is None:
@@ -111,7 +113,7 @@ class FrontendLink:
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._report(error)
+            self._report(rank, error)
             return
         self._pidfds[rank] = pidfd
         self._all_gone.clear()
@@ -148,7 +150,7 @@ class FrontendLink:
 
     def _on_exit(self, rank: int, error: EngineDeadError) -> None:
         self._forget(rank)
-        self._report(error)
+        self._report(rank, error)
 
     def _forget(self, rank: int) -> None:
         pidfd = self._pidfds.pop(rank)
@@ -162,8 +164,9 @@ class FrontendLink:
             return
         # A local rank's process is watched, which tells more; this is how a remote rank's end shows.
         if rank not in self._watched:
-            self._report(EngineDeadError(f"rank {rank} is no longer connected: {future.exception()}"))
+            self._report(rank, EngineDeadError(f"rank {rank} is no longer connected: {future.exception()}"))
 
-    def _report(self, error: EngineDeadError) -> None:
-        with contextlib.suppress(asyncio.InvalidStateError):
+    def _report(self, rank: int, error: EngineDeadError) -> None:
+        if not self.dead.done():
+            self.dead_rank = rank
             self.dead.set_result(error)

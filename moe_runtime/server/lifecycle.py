@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +29,9 @@ DEAD_ANSWER_S = 2.0
 """How long requests are still answered, with 503, after the ranks have gone."""
 _FLUSH_S = 1.0
 """How long clients get to read the last of their answers."""
+_ECHO_S = 1.0
+"""A signal soon after the first is the same one: from torchrun and from the kernel, which sends it for each thread of a
+parent that was killed."""
 _LAST_WORDS_S = 0.5
 """How long the reason is waited for when the ranks go while loading."""
 
@@ -70,14 +75,17 @@ class Lifecycle:
         """Set when it is time to leave, for whatever reason."""
         self._now = asyncio.Event()
         """Set when what still runs is not waited for."""
+        self._drained_at = -math.inf
         self._ranks_may_go = False
         """Once they are told to stop, their end is no failure."""
 
     def drain(self) -> None:
-        """Take no new requests, finish those that run, then leave. A second call does not wait for them."""
+        """Take no new requests, finish those that run, then leave. A second call, if not just an echo, does not wait."""
         if self.state.phase is not Phase.READY:
-            self.stop()
+            if time.monotonic() - self._drained_at > _ECHO_S:
+                self.stop()
             return
+        self._drained_at = time.monotonic()
         logger.info("draining; requests running: %d", self.state.num_in_flight)
         self.state.phase = Phase.DRAINING
         self._end.set()
@@ -130,18 +138,25 @@ class Lifecycle:
             if llm.dead is not None:
                 self.fail(str(llm.dead))
         if self.state.phase is Phase.DEAD:
-            logger.error("%s; the server ends", self.state.reason)
-            answering = asyncio.create_task(asyncio.sleep(DEAD_ANSWER_S))
-            if llm is not None:
-                # Streams have been told. The ranks end by themselves; one that is stuck is killed.
-                await llm.close()
-            await answering
+            await self._answer_dead(llm)
             return 1
         if llm is not None:
             self._ranks_may_go = True
             await llm.close()
             await self.state.wait_idle(_FLUSH_S)
         return 0
+
+    async def _answer_dead(self, llm: AsyncLLM | None) -> None:
+        """Tell clients for a while; meanwhile the ranks end by themselves, and one that is stuck is killed."""
+        answering = asyncio.create_task(asyncio.sleep(DEAD_ANSWER_S))
+        if llm is not None:
+            # Rank 0, whose end is noticed first, may only have followed another.
+            with contextlib.suppress(TimeoutError):
+                self.state.reason = str(await asyncio.wait_for(llm.wait_dead(), _LAST_WORDS_S))
+        logger.error("%s; the server ends", self.state.reason)
+        if llm is not None:
+            await llm.close()
+        await answering
 
     async def _load(self) -> AsyncLLM | None:
         """The engine once all ranks are ready; None if the server is told to end before. Raises what a rank raised."""
