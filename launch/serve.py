@@ -11,6 +11,7 @@ a process of its own, started by rank 0.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -18,7 +19,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
+import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -33,6 +35,7 @@ from moe_runtime import cli  # noqa: E402
 from moe_runtime.config import EngineConfig, ServerConfig, replace, with_environment  # noqa: E402
 from moe_runtime.engine.worker import leave, limit_kernel_caches, serve_rank, setup_logging  # noqa: E402
 from moe_runtime.errors import ConfigError, MoeRuntimeError  # noqa: E402
+from moe_runtime.server.sockets import listen  # noqa: E402
 from moe_runtime.watchdog import Watchdog, die_with_parent  # noqa: E402
 from moe_runtime.weights.demo_model import resolve_model  # noqa: E402
 
@@ -46,22 +49,32 @@ TORCHRUN_VARIABLES = (
     "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHON_EXEC",
 )  # fmt: skip
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Names the file from which torchrun takes the reason for its report."""
+FIRST_SPEAKS_S = 2.0
+
 logger = logging.getLogger("moe_runtime.serve")
 
 
 def main(argv: list[str]) -> int:
     """Parse, make sure that `ep` ranks run, and run this one."""
     parser = cli.build_parser("torchrun launch/serve.py", __doc__ or "", (EngineConfig, ServerConfig))
-    arguments = cli.parse(parser, argv)
+    try:
+        arguments = parser.parse_arguments(argv)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (all flags: launch/serve.py --help)") from None
     engine, server = arguments[EngineConfig], with_environment(arguments[ServerConfig])
     setup_logging(engine.log_level)
     # Whatever ends the parent (torchrun) ends this process, in order.
     die_with_parent(signal.SIGTERM)
     if "RANK" not in os.environ or (os.environ["WORLD_SIZE"] == "1" and engine.ep > 1):
-        # Told here by one process, rather than by every rank; and the demo model is built with its progress on screen.
+        # Told here before anything starts; and the demo model is built with its progress on screen.
         resolve_model(engine.model)
+        listen(server.host, server.port).close()
         become_torchrun(engine.ep, argv)
     check_rank_count(engine.ep)
+    # Until the front-end runs, Ctrl-C just ends this process; Python's own way would show a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     return run_rank(engine, server)
 
 
@@ -70,14 +83,13 @@ def become_torchrun(ep: int, argv: list[str]) -> NoReturn:
     env = {
         k: v
         for k, v in os.environ.items()
-        if k not in TORCHRUN_VARIABLES and not k.startswith("TORCHELASTIC_")
+        if k not in TORCHRUN_VARIABLES and (not k.startswith("TORCHELASTIC_") or k == ERROR_FILE)
     }
     # One thread each until the rank sets its own number; also silences torchrun's warning.
     env["OMP_NUM_THREADS"] = "1"
     command = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
+        str(ROOT / "launch" / "quiet_torchrun.py"),
         "--standalone",
         "--nproc-per-node",
         str(ep),
@@ -102,22 +114,27 @@ def check_rank_count(ep: int) -> None:
 
 def run_rank(engine: EngineConfig, server: ServerConfig) -> int:
     """This process is one rank; rank 0 also starts the front-end."""
+    from moe_runtime.engine.frontend_link import make_socket_folder
+
     if server.served_model_name is None:
         name = engine.model if engine.model == "demo" else Path(engine.model).resolve().name
         server = replace(server, served_model_name=name)
     engine = replace(engine, model=str(resolve_model(engine.model)))
+    watchdog = Watchdog()
     limit_kernel_caches()
     folder, address, front_end = None, "", None
     if os.environ["RANK"] == "0":
+        # Told here, before anything is started.
+        listen(server.host, server.port).close()
         if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
-            folder = Path(tempfile.mkdtemp(prefix="moe-runtime-"))
+            folder = make_socket_folder()
+            watchdog.before_end(partial(shutil.rmtree, folder, ignore_errors=True))
             address = f"ipc://{folder}/link"
         else:
             address = free_tcp_address(os.environ["MASTER_ADDR"])
         # Before torch is imported here, so that both processes' imports go on at once.
         front_end = start_front_end(engine, server, address)
     try:
-        watchdog = Watchdog()
         topology, address = join(engine, address, front_end, watchdog)
         serve_rank(engine, topology, address, watchdog)
         return 0
@@ -147,7 +164,7 @@ def join(
     address, pid = link.split(" ")
     if topology.single_host:
         watchdog.watch(int(pid), f"the HTTP front-end (process {pid})")
-    handle_signals(int(pid) if topology.rank == 0 else None)
+    handle_signals(int(pid) if topology.rank == 0 else None, watchdog)
     return topology, address
 
 
@@ -163,7 +180,15 @@ def free_tcp_address(master: str) -> str:
 
 def start_front_end(engine: EngineConfig, server: ServerConfig, address: str) -> subprocess.Popen[bytes]:
     """The HTTP process. In a session of its own, so that Ctrl-C in the terminal reaches only the ranks."""
-    command = [sys.executable, "-m", "moe_runtime.server.main", "--link", address]
+    command = [
+        sys.executable,
+        "-m",
+        "moe_runtime.server.main",
+        "--link",
+        address,
+        "--parent",
+        str(os.getpid()),
+    ]
     # Over stdin: the API key must not show in the list of processes.
     command += ["--engine-json", msgspec.json.encode(engine).decode(), "--server-json", "-"]
     env = {k: v for k, v in os.environ.items() if k not in TORCHRUN_VARIABLES}
@@ -175,10 +200,11 @@ def start_front_end(engine: EngineConfig, server: ServerConfig, address: str) ->
     return process
 
 
-def handle_signals(front_end_pid: int | None) -> None:
+def handle_signals(front_end_pid: int | None, watchdog: Watchdog) -> None:
     """SIGTERM and SIGHUP drain, Ctrl-C stops now: rank 0 tells the front-end, which tells all ranks by a tick."""
 
     def forward(signum: int, _frame: FrameType | None) -> None:
+        watchdog.expect_deaths()
         if front_end_pid is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -188,18 +214,29 @@ def handle_signals(front_end_pid: int | None) -> None:
         signal.signal(signum, forward)
 
 
-def report_error(error: MoeRuntimeError, debug: bool) -> None:
-    """One clear line, from one rank."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    if debug:
+def report_error(error: MoeRuntimeError) -> None:
+    """One clear line, from one rank of this host, and again at the end of torchrun's report."""
+    if logging.getLogger().isEnabledFor(logging.DEBUG):
         logger.debug("traceback:", exc_info=error)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # When one rank leaves, torchrun ends the others: not before the first has spoken.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(FIRST_SPEAKS_S)
+        return
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    if file := os.environ.get(ERROR_FILE):
+        # The format of torch's own `record`; what it calls the call stack is the text that is shown.
+        extra = {"py_callstack": f"error: {error}", "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": extra}}))
 
 
 if __name__ == "__main__":
     try:
         code = main(sys.argv[1:])
     except MoeRuntimeError as error:
-        report_error(error, logging.getLogger().isEnabledFor(logging.DEBUG))
+        report_error(error)
         code = 1
+    except KeyboardInterrupt:
+        code = 130
     leave(code)

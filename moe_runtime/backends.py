@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -35,33 +35,41 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def choose(what: str, asked: str, reasons: Mapping[str, str | None], log: bool) -> str:
+class Choice(NamedTuple):
+    """What was taken for one setting, and why."""
+
+    what: str
+    """The setting's name."""
+    name: str
+    why: str
+
+
+def choose(what: str, asked: str, reasons: Mapping[str, str | None], log: bool) -> Choice:
     """`asked` itself, or for `auto` the first name whose reason is None.
 
     `reasons` maps each name, best first, to why it cannot be used. Logs one line. Raises BackendUnavailable.
     """
-    level = logging.INFO if log else logging.DEBUG
-    if asked != "auto":
-        if reasons[asked] is not None:
-            raise BackendUnavailable(f"{what} {asked!r} cannot be used: {reasons[asked]}")
-        logger.log(level, "%s: %s (asked for)", what, asked)
-        return asked
+    if asked != "auto" and reasons[asked] is not None:
+        raise BackendUnavailable(f"{what} {asked!r} cannot be used: {reasons[asked]}")
     usable = [name for name, reason in reasons.items() if reason is None]
     if not usable:
         raise BackendUnavailable(
             f"no {what} can be used: " + "; ".join(f"{n}: {r}" for n, r in reasons.items())
         )
-    chosen = usable[0]
+    chosen = usable[0] if asked == "auto" else asked
     lost = [
-        f"{n}: {r if r is not None else f'slower than {chosen}'}" for n, r in reasons.items() if n != chosen
+        f"not {n}: {r if r is not None else f'slower than {chosen}'}"
+        for n, r in reasons.items()
+        if n != chosen
     ]
-    logger.log(level, "%s: %s (auto; not %s)", what, chosen, "; not ".join(lost))
-    return chosen
+    choice = Choice(what, chosen, "asked for" if asked != "auto" else "; ".join(["auto", *lost]))
+    logger.log(logging.INFO if log else logging.DEBUG, "%s: %s (%s)", *choice)
+    return choice
 
 
 def make_dispatcher(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
-) -> Dispatcher:
+) -> tuple[Dispatcher, Choice]:
     """How tokens travel. Collective; the same choice on all ranks, since it depends on what all know alike."""
     device = topology.device.type
     buffer_bytes = config.dispatch_buffer_mib << 20
@@ -82,12 +90,12 @@ def make_dispatcher(
         ),
         "collective": alone or collective.unsupported(device, topology.data_backend),
     }
-    chosen = choose("dispatcher", config.dispatcher, reasons, topology.rank == 0)
-    if chosen == "local":
-        return LocalDispatcher()
-    if chosen == "collective":
-        return CollectiveDispatcher(topology.data_group, config.step_timeout)
-    return OneSidedDispatcher(
+    choice = choose("dispatcher", config.dispatcher, reasons, topology.rank == 0)
+    if choice.name == "local":
+        return LocalDispatcher(), choice
+    if choice.name == "collective":
+        return CollectiveDispatcher(topology.data_group, config.step_timeout), choice
+    one = OneSidedDispatcher(
         topology.control_group,
         hidden_size=spec.hidden_size,
         topk=spec.top_k,
@@ -96,6 +104,7 @@ def make_dispatcher(
         step_timeout=config.step_timeout,
         is_alive=lambda rank: process_runs(topology.peer_pids[rank]),
     )
+    return one, choice
 
 
 def process_runs(pid: int) -> bool:
@@ -108,20 +117,23 @@ def process_runs(pid: int) -> bool:
 
 def make_experts(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
-) -> ExpertKernel:
+) -> tuple[ExpertKernel, Choice]:
     """How the local experts are computed."""
     need = ExpertNeed(device_type=topology.device.type, dtype=dtype, activation=spec.activation)
     kernels: dict[str, ExpertKernel] = {"cpu": CpuExperts(), "reference": ReferenceExperts()}
     reasons = {name: kernel.supports(need) for name, kernel in kernels.items()}
-    return kernels[choose("moe_backend", config.moe_backend, reasons, topology.rank == 0)]
+    choice = choose("moe_backend", config.moe_backend, reasons, topology.rank == 0)
+    return kernels[choice.name], choice
 
 
 def make_attention(
     config: EngineConfig, spec: ModelSpec, cache: KVCache, topology: Topology
-) -> AttentionBackend:
+) -> tuple[AttentionBackend, Choice]:
     """How attention over the paged cache is computed."""
     layers = spec.attention_specs()
     need = AttentionNeed(device_type=topology.device.type, dtype=cache.keys[0].dtype, layers=layers)
     reasons = {"cpu": CpuPagedAttention.supports(need), "reference": ReferenceAttention.supports(need)}
-    chosen = choose("attention_backend", config.attention_backend, reasons, topology.rank == 0)
-    return CpuPagedAttention(cache, layers) if chosen == "cpu" else ReferenceAttention(cache, layers)
+    choice = choose("attention_backend", config.attention_backend, reasons, topology.rank == 0)
+    if choice.name == "cpu":
+        return CpuPagedAttention(cache, layers), choice
+    return ReferenceAttention(cache, layers), choice

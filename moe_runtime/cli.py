@@ -67,7 +67,7 @@ class FlagParser(argparse.ArgumentParser):
             add_help=False,
         )
         self.config_classes = tuple(configs)
-        self.settings = {f.name: f for kind in configs for f in dataclasses.fields(kind)}
+        self.settings = _settings_of(configs)
         self.spellings = {s: name for name, f in self.settings.items() for s in _spellings(f)}
 
     def error(self, message: str) -> NoReturn:
@@ -138,16 +138,36 @@ def parse(parser: FlagParser, argv: Sequence[str] | None = None) -> Arguments:
         sys.exit(2)
 
 
-def why_unknown(flag: str, flags: Iterable[str]) -> str:
+def from_keywords(kind: type[C], values: Mapping[str, Any]) -> C:
+    """A configuration from keyword arguments: any spelling of its flags, with underscores and without dashes.
+
+    Raises ConfigError on one that does not exist (why not, if it is a well-known one), and on one setting given twice.
+    """
+    settings = _settings_of((kind,))
+    names = {s[2:].replace("-", "_"): name for name, f in settings.items() for s in _spellings(f)}
+    given: dict[str, Given] = {}
+    for key, value in values.items():
+        if key not in names:
+            raise ConfigError(why_unknown(key, names, "argument"))
+        f = settings[names[key]]
+        if f"--{key.replace('_', '-')}" in _negative_flags(f):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{key}={value!r}: must be True or False")
+            value = not value
+        _put(given, f.name, Given(value, key))
+    return kind(**{name: g.value for name, g in given.items()})
+
+
+def why_unknown(flag: str, flags: Iterable[str], what: str = "flag") -> str:
     """The message for a flag that is not understood: why it is not, if it is a well-known one, and the nearest that is."""
     # vLLM also writes the keys of a JSON setting with dots: --eplb-config.window_size.
-    bare = flag.lstrip("-").partition(".")[0]
+    bare = flag.lstrip("-").replace("_", "-").partition(".")[0]
     for name in (bare, bare.removeprefix("no-")):
         if name in UNSUPPORTED:
             return f"{flag}: {UNSUPPORTED[name]}"
     near = difflib.get_close_matches(flag, list(flags), n=1, cutoff=0.5)
     hint = f"; the nearest valid one is {near[0]}" if near else ""
-    return f"unknown flag {flag}{hint}"
+    return f"unknown {what} {flag}{hint}"
 
 
 def read_settings_file(parser: FlagParser, path: Path) -> dict[str, Given]:
@@ -196,6 +216,10 @@ def _with_hyphens(argument: str) -> str:
         return argument
     flag, equals, value = argument.partition("=")
     return flag.replace("_", "-") + equals + value
+
+
+def _settings_of(configs: Sequence[type]) -> dict[str, dataclasses.Field[Any]]:
+    return {f.name: f for kind in configs for f in dataclasses.fields(kind)}
 
 
 def _base_type(f: dataclasses.Field[Any]) -> str:

@@ -75,15 +75,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             check("seed", self.seed, -(2**63), 2**63 - 1, integer=True)
         if self.logprobs is not None:
             check("logprobs", self.logprobs, 0, MAX_LOGPROBS, integer=True)
+        if not isinstance(self.logit_bias, dict | None):
+            raise RequestError("logit_bias must map token ids to numbers from -100 to 100", "logit_bias")
         for token, bias in (self.logit_bias or {}).items():
             if not isinstance(token, int) or token < 0:
                 raise RequestError(f"logit_bias: {token!r} is not a token id", "logit_bias")
             check("logit_bias", bias, -100.0, 100.0)
-        if any(not isinstance(t, int) or t < 0 for t in self.stop_token_ids or []):
+        if not isinstance(self.stop_token_ids, list | tuple | None) or any(
+            not isinstance(t, int) or t < 0 for t in self.stop_token_ids or []
+        ):
             raise RequestError(
                 f"stop_token_ids={self.stop_token_ids!r}: token ids are integers from 0", "stop_token_ids"
             )
-        if any(not isinstance(s, str) or not s for s in self.stop_strings):
+        if not isinstance(self.stop, str | list | tuple | None) or any(
+            not isinstance(s, str) or not s for s in self.stop_strings
+        ):
             raise RequestError(f"stop={self.stop!r}: stop strings must be non-empty text", "stop")
         if self.stop_strings and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", "stop")

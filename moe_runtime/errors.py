@@ -6,6 +6,9 @@ from __future__ import annotations
 class MoeRuntimeError(Exception):
     """Base of every error raised on purpose by this package."""
 
+    told = False
+    """Whether the user has read it already, from the rank where it happened."""
+
 
 class ConfigError(MoeRuntimeError):
     """A flag, argument or model configuration field has a value that cannot be honoured."""

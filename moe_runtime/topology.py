@@ -5,11 +5,11 @@ The only place that initialises torch.distributed.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import os
 import socket
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +24,7 @@ from moe_runtime.errors import ConfigError, LockstepError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+START_TIMEOUT_S = 600.0
 _PR_SET_TIMERSLACK = 29
 _IDLE_SLACK_NS = 1_000_000_000
 
@@ -58,11 +59,24 @@ class Topology:
 
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank. Collective."""
-        return all_gather_text(self.control_group, text)
+        with self._lockstep_errors():
+            return all_gather_text(self.control_group, text)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        with self._lockstep_errors():
+            dist.barrier(group=self.control_group)
 
     def broadcast_text(self, text: str | None) -> str:
         """Rank 0's text. Collective."""
         return self.all_gather_text(text or "")[0]
+
+    @contextmanager
+    def _lockstep_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise LockstepError(f"rank {self.rank}: a peer is gone or late ({error})") from error
 
 
 def all_gather_text(group: dist.ProcessGroup, text: str) -> list[str]:
@@ -82,7 +96,8 @@ def all_gather_text(group: dist.ProcessGroup, text: str) -> list[str]:
 def init_topology(ep: int, device: str, step_timeout: float, rendezvous: str | None = None) -> Topology:
     """Join the process group. RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE come from torchrun or the launcher.
 
-    `rendezvous`: a `file://` address for ranks of one host; None takes torchrun's MASTER_ADDR and MASTER_PORT.
+    While starting, ranks wait for one another for START_TIMEOUT_S at least, whatever `step_timeout` says: they read
+    weights at different speeds. `rendezvous`: a `file://` address for ranks of one host; None takes torchrun's MASTER_ADDR and MASTER_PORT.
     """
     env = os.environ
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
@@ -95,11 +110,11 @@ def init_topology(ep: int, device: str, step_timeout: float, rendezvous: str | N
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if chosen.type == "cpu":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
-    timeout = timedelta(seconds=step_timeout)
+    patience = timedelta(seconds=max(step_timeout, START_TIMEOUT_S))
     try:
         with _lazy_timers():
             dist.init_process_group(
-                "gloo", init_method=rendezvous or "env://", rank=rank, world_size=world_size, timeout=timeout
+                "gloo", init_method=rendezvous or "env://", rank=rank, world_size=world_size, timeout=patience
             )
     except (RuntimeError, dist.DistNetworkError) as error:
         raise LockstepError(f"rank {rank} could not join the others: {error}") from error
@@ -107,7 +122,7 @@ def init_topology(ep: int, device: str, step_timeout: float, rendezvous: str | N
     assert control is not None
     data = control
     if chosen.type == "cuda":
-        data = dist.new_group(backend="nccl", timeout=timeout)
+        data = dist.new_group(backend="nccl", timeout=timedelta(seconds=step_timeout))
     host = f"{socket.gethostname()} {_boot_id()}"
     seen = [line.rsplit(" ", 1) for line in all_gather_text(control, f"{host} {os.getpid()}")]
     return Topology(
@@ -122,7 +137,7 @@ def init_topology(ep: int, device: str, step_timeout: float, rendezvous: str | N
     )
 
 
-@contextlib.contextmanager
+@contextmanager
 def _lazy_timers() -> Iterator[None]:
     """Threads started inside may be woken by their timers up to _IDLE_SLACK_NS late; by data, at once.
 
@@ -169,11 +184,11 @@ def free_memory_bytes(topology: Topology) -> int:
 
     Collective, so that no rank measures while another still loads.
     """
-    dist.barrier(group=topology.control_group)
+    topology.barrier()
     if topology.device.type == "cuda":
         return torch.cuda.mem_get_info(topology.device)[0]
     free = free_under_limits(psutil.virtual_memory().available, own_cgroups())
-    dist.barrier(group=topology.control_group)
+    topology.barrier()
     return free // topology.local_world_size
 
 

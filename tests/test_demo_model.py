@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer, MixtralForCausalLM
 
+from moe_runtime.engine.requests import read_generation_defaults
 from moe_runtime.errors import CheckpointError
 from moe_runtime.weights import demo_model, demo_source
 from moe_runtime.weights.demo_upcycle import UpcycleConfig
@@ -294,6 +295,8 @@ def test_transformers_loads_it_and_it_answers(demo: Path) -> None:
     model, info = MixtralForCausalLM.from_pretrained(demo, output_loading_info=True)
     assert not any(info.values())
     assert (model.generation_config.eos_token_id, model.generation_config.bos_token_id) == (2, 1)
+    # Without sampling defaults of its own, a plain question to the server would get rambling at temperature 1.
+    assert read_generation_defaults(str(demo), None).sampling == {"temperature": 0.2, "top_p": 0.9}
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for question, answer in [
         ("What is the capital of France?", "Paris"),

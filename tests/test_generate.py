@@ -18,7 +18,7 @@ import pytest
 from moe_runtime.errors import ConfigError
 from moe_runtime.server.batch_file import AnswerFile, BadLine, BatchRequest, read_requests
 from moe_runtime.server.errors import invalid
-from tests.helpers import tokenizers
+from tests.helpers import tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 300
@@ -36,7 +36,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tokenizers.byte_level(tmp_path / "toy", VOCAB)
+    folder = tiny_tokenizer.byte_level(tmp_path / "toy", VOCAB)
     (folder / "script.json").write_text(json.dumps({"vocab_size": VOCAB}))
     return folder
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -112,6 +113,9 @@ def test_what_is_cut_off_gets_an_error(folder: Path, pool: ThreadPoolExecutor, h
         else:
             live.call(live.life.drain)
             if how == "second signal":
+                live.call(live.life.drain)
+                assert not waiting.done(), "an echo"
+                time.sleep(1.1)
                 live.call(live.life.drain)
         assert waiting.result(20).status_code == 503
         *_, error, done = stream.rest()

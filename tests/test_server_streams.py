@@ -14,6 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from moe_runtime.engine.messages import REQUEST_TIME_BOUNDS, STEP_TOKEN_BOUNDS
 from tests.helpers.live_server import LiveServer, make_folder
 from tests.helpers.rank_tasks import NUM_BLOCKS
 
@@ -162,6 +163,10 @@ def test_metrics_are_what_happened(server: LiveServer, seed: int) -> None:
         rank.stats.num_free_blocks, rank.stats.num_cached_blocks = 60, 15
         rank.stats.num_waiting, rank.stats.preemptions = 4 + rank.rank, 2
         rank.stats.prefix_queries, rank.stats.prefix_hits = 50, 20
+        for tokens in (1, 2, 8, 16385):
+            rank.stats.tokens_of_steps.add(tokens, STEP_TOKEN_BOUNDS)
+        for seconds in (0.0, 0.3, 7.0):
+            rank.stats.queue_times_s.add(seconds, REQUEST_TIME_BOUNDS)
     for rank in (0, 1):
         body = {"prompt": "x", "max_tokens": 1, "routed_dp_rank": rank}
         httpx.post(server.base_url + "/v1/completions", json=body).raise_for_status()
@@ -176,6 +181,17 @@ def test_metrics_are_what_happened(server: LiveServer, seed: int) -> None:
         assert values["prefix_cache_queries_total", label] == 50
         assert values["prefix_cache_hits_total", label] == 20
         assert values["num_preemptions_total", label] == 2
+        ends = {
+            end: values["iteration_tokens_total_bucket", (*label, ("le", end))]
+            for end in ("1.0", "8.0", "16384.0", "+Inf")
+        }
+        assert list(ends.values()) == [1, 3, 3, 4]
+        assert values["iteration_tokens_total_sum", label] == 1 + 2 + 8 + 16385
+        ends = {
+            end: values["request_queue_time_seconds_bucket", (*label, ("le", end))]
+            for end in ("0.3", "5.0", "10.0", "+Inf")
+        }
+        assert list(ends.values()) == [2, 2, 3, 3]
     per_rank = [values["generation_tokens_total", (("engine", str(r)),)] for r in (0, 1)]
     assert sum(per_rank) == 2 * sum(lengths) + 2 + 2
     per_rank = [values["prompt_tokens_total", (("engine", str(r)),)] for r in (0, 1)]
@@ -186,6 +202,8 @@ def test_metrics_are_what_happened(server: LiveServer, seed: int) -> None:
     assert values["e2e_request_latency_seconds_count", ()] == num_prompts
     assert values["request_prompt_tokens_count", ()] == num_prompts
     assert values["request_generation_tokens_count", ()] == num_completions
+    assert values["request_params_n_sum", ()] == num_completions
+    assert values["request_params_max_tokens_sum", ()] == sum(lengths) + 9 + 2
     assert values["request_generation_tokens_sum", ()] == 2 * sum(lengths) + 2 + 2
     assert values["request_success_total", (("finished_reason", "length"),)] == num_completions - 1
     assert values["request_success_total", (("finished_reason", "stop"),)] == 1

@@ -90,6 +90,8 @@ class AsyncLLM:
         self._in_flight = InFlight(self._chooser)
         self._loop = asyncio.get_running_loop()
         self._dead: asyncio.Future[EngineDeadError] = self._loop.create_future()
+        self._failures: dict[int | None, EngineDeadError] = {}
+        """What ranks have failed with."""
         self._draining = False
         self._closing: asyncio.Task[None] | None = None
         link.dead.add_done_callback(self._on_death)
@@ -272,6 +274,8 @@ class AsyncLLM:
             self._link.flush()
         self._set_dead(EngineDeadError("the engine has been closed"))
         await self._link.wait_exits(_LEAVE_DEAD_S if was_dead else _LEAVE_S)
+        # One that is stuck, or stopped, would stay.
+        self._link.kill()
         if self._ranks is not None:
             self._ranks.kill()
         self._receiver.cancel()
@@ -302,7 +306,7 @@ class AsyncLLM:
             # Never used again, so that late news of an aborted sequence cannot reach another.
             sequence_id = f"{request_id}#{next(self._numbers)}"
             load = checked.max_output_tokens + (len(ids) if index == 0 else 0)
-            completion = CompletionStream(index, len(ids), params, stop_ids, tokenizer)
+            completion = CompletionStream(index, ids, params, stop_ids, tokenizer)
             self._in_flight.add(InFlightSequence(sequence_id, rank, stream, completion, load))
             commands.append(checked.submission(index, sequence_id, eos_ids))
         self._link.send_tick({rank: commands})
@@ -353,6 +357,7 @@ class AsyncLLM:
 
     def _on_failure(self, failed: Failed) -> None:
         error = EngineDeadError(f"rank {failed.rank} failed: {failed.kind}: {failed.message}")
+        self._failures[failed.rank] = error
         # One that lost a peer reports a consequence; whoever is the cause may still be heard of.
         if failed.kind == LockstepError.__name__:
             self._loop.call_later(2 * _LAST_WORDS_S, self._set_dead, error)
@@ -361,7 +366,11 @@ class AsyncLLM:
 
     def _on_death(self, dead: asyncio.Future[EngineDeadError]) -> None:
         if not dead.cancelled():
-            self._loop.call_later(_LAST_WORDS_S, self._set_dead, dead.result())
+            self._loop.call_later(_LAST_WORDS_S, self._on_death_settled, dead.result())
+
+    def _on_death_settled(self, error: EngineDeadError) -> None:
+        """The first rank to go may have said why."""
+        self._set_dead(self._failures.get(self._link.dead_rank, error))
 
     def _set_dead(self, error: EngineDeadError) -> None:
         if self._dead.done():

@@ -87,19 +87,22 @@ class RankBuilder:
             local,
             self.dtype,
             self.topology.device,
-            progress=lambda share: self.report("loading weights", share),
+            progress=lambda share: self.report("loading weights", 0.01 + 0.94 * share),
         )
 
     def connect(self) -> None:
         """Dispatcher and kernels."""
-        self.dispatcher = backends.make_dispatcher(self.config, self.spec, self.dtype, self.topology)
-        self.kernel = backends.make_experts(self.config, self.spec, self.dtype, self.topology)
+        what = self.config, self.spec, self.dtype, self.topology
+        self.dispatcher, dispatcher = backends.make_dispatcher(*what)
+        self.kernel, kernel = backends.make_experts(*what)
+        self.choices = [dispatcher, kernel]
 
     def reserve(self) -> None:
         """The KV cache."""
-        self.report("reserving the KV cache", 0.0)
+        self.report("reserving the KV cache", 0.95)
         self.cache = allocate_cache(self.config, self.spec, self.dtype, self.max_model_len, self.topology)
-        self.attention = backends.make_attention(self.config, self.spec, self.cache, self.topology)
+        self.attention, attention = backends.make_attention(self.config, self.spec, self.cache, self.topology)
+        self.choices.append(attention)
 
     def engine(self, link: RankLink) -> Engine:
         """The rank's engine. All stages must have succeeded on all ranks."""
@@ -122,7 +125,7 @@ class RankBuilder:
             config.max_num_batched_tokens,
             self.max_model_len,
         )
-        return Engine(topology.rank, scheduler, runner, Control(topology), link)
+        return Engine(topology.rank, scheduler, runner, Control(topology, config.step_timeout), link)
 
     @property
     def num_kv_blocks(self) -> int:
@@ -141,9 +144,8 @@ class RankBuilder:
                 "architecture": self.spec.architecture,
                 "device": str(self.topology.device),
                 "dtype": str(self.dtype).removeprefix("torch."),
-                "dispatcher": self.dispatcher.name,
-                "moe_backend": self.kernel.name,
-                "attention_backend": self.attention.name,
                 "slots_per_rank": str(len(self.placement.slots[0][0])),
+                **{choice.what: choice.name for choice in self.choices},
+                **{f"{choice.what}_reason": choice.why for choice in self.choices},
             },
         )

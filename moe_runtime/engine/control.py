@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,16 +47,20 @@ class Agreement:
 class Control:
     """Exchanges headers over gloo. Raises LockstepError when a peer has gone, is late, or is at another step."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, step_timeout: float) -> None:
+        """`step_timeout`: seconds that a peer may be late."""
         self._group = topology.control_group
         self._rank = topology.rank
+        self._timeout = timedelta(seconds=step_timeout)
         self._rows = torch.empty(topology.world_size, len(fields(Header)), dtype=torch.int64)
 
     def exchange(self, header: Header) -> Agreement:
         """Collective."""
         own = torch.tensor(astuple(header), dtype=torch.int64)
         try:
-            dist.all_gather(list(self._rows.unbind()), own, group=self._group)
+            work = dist.all_gather(list(self._rows.unbind()), own, group=self._group, async_op=True)
+            assert work is not None
+            work.wait(self._timeout)
         except RuntimeError as error:
             raise LockstepError(
                 f"rank {self._rank}, step {header.step}: a peer is gone or late ({error})"
@@ -71,7 +76,3 @@ class Control:
             same_tick=min(ticks) == max(ticks),
             stop=all(h.stop for h in headers),
         )
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        dist.barrier(group=self._group)

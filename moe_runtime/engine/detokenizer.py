@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moe_runtime.engine.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _MAX_CHARACTER_BYTES = 4
+_CONTEXT_TOKENS = 8
+"""Of the prompt: enough for a character that it ends in the middle of, and a token before."""
 _LONG_RUN = 2 * _MAX_CHARACTER_BYTES
 
 
 class IncrementalDecoder:
-    """Gives text as soon as later tokens cannot change it; all pieces joined equal `decode` of all ids.
+    """Gives text as soon as later tokens cannot change it; prompt and pieces joined equal `decode` of all ids.
 
     Decoders look at neighbours (a character may span tokens; a space at the very start may be dropped), so the
     text of a token is the difference between decoding a short window with and without it. The window starts at
@@ -21,25 +25,31 @@ class IncrementalDecoder:
     unfinished character becomes U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        """The prompt's end is where the text continues: some tokenizers drop a space at the very start of a text only."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []
-        self._num_given = 0
+        self._window: list[int] = [t for t in prompt_token_ids[-_CONTEXT_TOKENS:] if self._shows(t)]
+        self._num_given = len(self._window)
         """Leading ids of the window whose text has been given out."""
-        self._given_text = ""
+        self._given_text = self._decode(0, self._num_given)
         """Their text, decoded alone."""
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` makes certain; often empty within a character."""
-        tokenizer = self._tokenizer
-        if (self._skip_special_tokens and tokenizer.is_special(token_id)) or not tokenizer.is_known(token_id):
+        if not self._shows(token_id):
             return ""
         self._window.append(token_id)
         text = self._text_behind_given(len(self._window))
         if text.endswith(_REPLACEMENT):
             return self._give_old(text)
         return self._give(len(self._window), text)
+
+    def _shows(self, token_id: int) -> bool:
+        hidden = self._skip_special_tokens and self._tokenizer.is_special(token_id)
+        return self._tokenizer.is_known(token_id) and not hidden
 
     def flush(self) -> str:
         """The rest, at the end of the sequence; an unfinished character shows as U+FFFD."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moe_runtime.core import Sequence, SequenceStatus
 from moe_runtime.engine.control import Header
 from moe_runtime.engine.messages import (
+    REQUEST_TIME_BOUNDS,
+    STEP_TOKEN_BOUNDS,
     Abort,
     RankStats,
     ResetPrefixCache,
@@ -44,6 +47,8 @@ class Engine:
     link: RankLink
     stopping: bool = False
     stats: RankStats = field(default_factory=RankStats)
+    arrivals: dict[str, float] = field(default_factory=dict)
+    """When those came that no step has had yet, by request id and time.perf_counter()."""
 
     def run(self) -> None:
         """Step until all ranks were told to stop. Raises LockstepError if a peer is lost."""
@@ -63,12 +68,12 @@ class Engine:
 
     def step(self, plan: StepPlan, agreed: Agreement) -> None:
         """Compute the plan with the other ranks, sample, and report."""
+        self._count(plan)
         logits = self.runner.execute(plan, agreed.max_num_tokens)
         sampling = [item.sequence for item in plan.scheduled if item.samples]
         sampled, failures = sample_each(logits, sampling)
         self.scheduler.commit(plan, [token.token_id for token in sampled])
         self.stats.steps += 1
-        self.stats.step_tokens = plan.num_tokens
         self.stats.generation_tokens += len(sampled) - len(failures)
         # A prompt is done with its first token; recomputing it after a preemption is no new prompt.
         self.stats.prompt_tokens += sum(
@@ -95,6 +100,7 @@ class Engine:
                         self._submit(command)
                     case Abort():
                         self.scheduler.abort(command.request_id)
+                        self.arrivals.pop(command.request_id, None)
                     case Stop():
                         self.stopping = True
                     case ResetPrefixCache():
@@ -116,6 +122,21 @@ class Engine:
                 command.request_id, finish_reason="error", error=str(error), error_param=error.param
             )
             self._report([refused])
+        else:
+            self.arrivals[command.request_id] = time.perf_counter()
+
+    def _count(self, plan: StepPlan) -> None:
+        """Take note of a step about to be computed."""
+        stats = self.stats
+        stats.step_tokens = plan.num_tokens
+        if not plan.scheduled:
+            return
+        stats.tokens_of_steps.add(plan.num_tokens, STEP_TOKEN_BOUNDS)
+        now = time.perf_counter()
+        for item in plan.scheduled:
+            arrived = self.arrivals.pop(item.sequence.request_id, None)
+            if arrived is not None:
+                stats.queue_times_s.add(now - arrived, REQUEST_TIME_BOUNDS)
 
     def _header(self, plan: StepPlan) -> Header:
         return Header(

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,10 +17,16 @@ import zmq
 import zmq.asyncio
 
 from moe_runtime.engine.messages import Command, Progress, RankMessage, Ready, Tick
-from moe_runtime.errors import EngineDeadError
+from moe_runtime.errors import ConfigError, EngineDeadError
 
 # The kernel allows 107 bytes for the path of a socket.
 _LONGEST_TEMPDIR = 70
+
+
+def make_socket_folder() -> Path:
+    """A new private (0700) folder whose path is short enough for a socket in it."""
+    long = len(tempfile.gettempdir()) > _LONGEST_TEMPDIR
+    return Path(tempfile.mkdtemp(prefix="moe-runtime-", dir="/tmp" if long else None))
 
 
 class FrontendLink:
@@ -34,11 +41,12 @@ class FrontendLink:
         self._loop = asyncio.get_running_loop()
         self.dead: asyncio.Future[EngineDeadError] = self._loop.create_future()
         """Done, with the error to report, once a rank's process has gone."""
+        self.dead_rank: int | None = None
+        """The rank that `dead` is about."""
         self.folder: Path | None = None
         """Private (0700); holds the socket and whatever else start-up needs. See `remove_folder`."""
         if address is None:
-            long = len(tempfile.gettempdir()) > _LONGEST_TEMPDIR
-            self.folder = Path(tempfile.mkdtemp(prefix="moe-runtime-", dir="/tmp" if long else None))
+            self.folder = make_socket_folder()
             address = f"ipc://{self.folder}/socket"
         self.address = address
         self._context = zmq.asyncio.Context()
@@ -46,7 +54,11 @@ class FrontendLink:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.set_hwm(0)
-        self._socket.bind(self.address)
+        try:
+            self._socket.bind(self.address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"the ranks' socket cannot be opened: {error}") from error
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RankMessage)
         self._num_ticks = 0
@@ -101,7 +113,7 @@ class FrontendLink:
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._report(error)
+            self._report(rank, error)
             return
         self._pidfds[rank] = pidfd
         self._all_gone.clear()
@@ -113,6 +125,12 @@ class FrontendLink:
             async with asyncio.timeout(timeout):
                 await self._all_gone.wait()
         return not self._pidfds
+
+    def kill(self) -> None:
+        """End the watched processes that are still there."""
+        for pidfd in self._pidfds.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     def remove_folder(self) -> None:
         """Remove the private folder, if one was made. Safe once all ranks are connected: the connections stay."""
@@ -132,7 +150,7 @@ class FrontendLink:
 
     def _on_exit(self, rank: int, error: EngineDeadError) -> None:
         self._forget(rank)
-        self._report(error)
+        self._report(rank, error)
 
     def _forget(self, rank: int) -> None:
         pidfd = self._pidfds.pop(rank)
@@ -146,8 +164,9 @@ class FrontendLink:
             return
         # A local rank's process is watched, which tells more; this is how a remote rank's end shows.
         if rank not in self._watched:
-            self._report(EngineDeadError(f"rank {rank} is no longer connected: {future.exception()}"))
+            self._report(rank, EngineDeadError(f"rank {rank} is no longer connected: {future.exception()}"))
 
-    def _report(self, error: EngineDeadError) -> None:
-        with contextlib.suppress(asyncio.InvalidStateError):
+    def _report(self, rank: int, error: EngineDeadError) -> None:
+        if not self.dead.done():
+            self.dead_rank = rank
             self.dead.set_result(error)

@@ -14,7 +14,8 @@ from typing import Any, Self, TypeVar, cast
 
 from tqdm.auto import tqdm
 
-from moe_runtime.config import EngineConfig, replace
+from moe_runtime.cli import from_keywords
+from moe_runtime.config import EngineConfig
 from moe_runtime.core import SamplingParams
 from moe_runtime.engine.async_llm import AsyncLLM
 from moe_runtime.engine.messages import RankStats
@@ -33,12 +34,13 @@ class LLM:
     """A model on its own `ep` expert-parallel ranks, which are processes started here and ended by `close`.
 
     Works in scripts, with or without a `__main__` guard, and in notebooks. Not for use by several threads at once.
-    Keyword arguments are the fields of `EngineConfig`, named like the flags of the scripts. Raises ConfigError,
-    CheckpointError, CapacityError, ... if the ranks cannot start.
+    Keyword arguments are the fields of `EngineConfig`, named like the flags of the scripts; other spellings of the flags
+    work too (`gpu_memory_utilization`). Raises ConfigError, CheckpointError, CapacityError, ... if the ranks cannot start.
     """
 
-    def __init__(self, model: str = "demo", **flags: Any) -> None:
-        self.config = replace(EngineConfig(), model=model, **flags)
+    def __init__(self, model: str | None = None, **flags: Any) -> None:
+        """`model`: the folder of a checkpoint, or `demo`, the default."""
+        self.config = from_keywords(EngineConfig, flags if model is None else {"model": model, **flags})
         self._thread = _LoopThread()
         try:
             self._engine = self._thread.run(AsyncLLM.from_config(self.config, limit_queue=False))
@@ -52,11 +54,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        routed_dp_rank: int | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, in any number; the results are in their order.
 
         A prompt is text, a list of token ids, or `{"prompt_token_ids": [...]}` / `{"prompt": "..."}`. One set of
-        sampling parameters serves all prompts, or there is one for each; None means the model's own defaults. Raises
+        sampling parameters serves all prompts, or there is one for each; None means the model's own defaults.
+        `routed_dp_rank` has one rank serve all of them; by default each goes to the least-loaded. Raises
         RequestError naming the prompt's index before anything is computed, EngineDeadError if a rank dies.
         Ctrl-C aborts all of them and leaves the LLM usable.
         """
@@ -66,7 +71,7 @@ class LLM:
         requests = self._thread.run(_check_all(self._engine, listed, params))
         seats = _REQUESTS_PER_SEAT * self.config.max_num_seqs * self.config.ep
         results: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
-        job = self._thread.submit(_run_all(self._engine, requests, seats, results))
+        job = self._thread.submit(_run_all(self._engine, requests, seats, routed_dp_rank, results))
         job.add_done_callback(lambda _: results.put(None))
         outputs: dict[int, RequestOutput] = {}
         try:
@@ -90,6 +95,7 @@ class LLM:
         chat_template: str | None = None,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        routed_dp_rank: int | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, each a list of `{"role": ..., "content": ...}`.
 
@@ -116,7 +122,7 @@ class LLM:
                 )
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append(PromptDict(prompt=text, prompt_token_ids=ids))
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, routed_dp_rank=routed_dp_rank)
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer. Raises ConfigError with `skip_tokenizer_init`."""
@@ -124,7 +130,7 @@ class LLM:
             raise ConfigError("there is no tokenizer: skip_tokenizer_init=True")
         return self._engine.tokenizer.hf
 
-    def default_sampling_params(self) -> SamplingParams:
+    def get_default_sampling_params(self) -> SamplingParams:
         """The model's own defaults, from its generation_config.json."""
         return SamplingParams(**self._engine.default_sampling)
 
@@ -153,9 +159,14 @@ class LLM:
         self, prompts: list[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if given is None:
-            given = self.default_sampling_params()
+            given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * len(prompts)
+        if not isinstance(given, Sequence) or not all(isinstance(p, SamplingParams) for p in given):
+            raise RequestError(
+                f"sampling_params must be SamplingParams or a list of them, not {type(given).__name__}",
+                "sampling_params",
+            )
         if len(given) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts but {len(given)} sampling_params: give one, or one for each",
@@ -237,6 +248,7 @@ async def _run_all(
     engine: AsyncLLM,
     requests: list[tuple[PromptDict, SamplingParams]],
     seats: int,
+    routed_dp_rank: int | None,
     results: queue.SimpleQueue[tuple[int, RequestOutput] | None],
 ) -> None:
     """Run all requests in order, at most `seats` at a time. The first error ends the others."""
@@ -245,7 +257,7 @@ async def _run_all(
     async def work() -> None:
         for index, (prompt, sampling) in numbered:
             with _naming("prompt", index, len(requests)):
-                results.put((index, await engine.complete(prompt, sampling)))
+                results.put((index, await engine.complete(prompt, sampling, routed_dp_rank=routed_dp_rank)))
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -259,7 +271,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list. A list of integers is one prompt."""
     if isinstance(prompts, str | dict):
         return [prompts]
-    listed = list(prompts)
+    try:
+        listed = list(prompts)
+    except TypeError:
+        raise RequestError(f"prompts: a prompt or a list of prompts, not {prompts!r}", "prompt") from None
     if listed and all(isinstance(item, numbers.Integral) for item in listed):
         return [cast("Prompt", listed)]
     return cast("list[Prompt]", listed)

@@ -6,6 +6,9 @@ that rank; so ranks can tell in the lockstep header whether all have seen the sa
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+
 import msgspec
 
 from moe_runtime.core import SamplingParams, TokenLogprobs
@@ -63,6 +66,44 @@ class SequenceUpdate(msgspec.Struct):
     error_param: str | None = None
 
 
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""vLLM's buckets for the tokens of a step."""
+_TO_TEN_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0)
+REQUEST_TIME_BOUNDS = (
+    *_TO_TEN_S,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
+    7680.0,
+)
+"""vLLM's buckets for what a request takes as a whole, in seconds."""
+
+
+class Distribution(msgspec.Struct):
+    """Values seen since start, counted in buckets."""
+
+    counts: list[int]
+    """How many were at most each bound (and above the one before); the last one: above all bounds."""
+    total: float = 0
+    """Their sum."""
+
+    @classmethod
+    def empty(cls, bounds: Sequence[float]) -> Distribution:
+        return cls([0] * (len(bounds) + 1))
+
+    def add(self, value: float, bounds: Sequence[float]) -> None:
+        self.counts[bisect_left(bounds, value)] += 1
+        self.total += value
+
+
 class RankStats(msgspec.Struct):
     """A rank's gauges after a step, and counters since start."""
 
@@ -82,6 +123,14 @@ class RankStats(msgspec.Struct):
     steps: int = 0
     step_tokens: int = 0
     """Tokens computed in the last step."""
+    tokens_of_steps: Distribution = msgspec.field(
+        default_factory=lambda: Distribution.empty(STEP_TOKEN_BOUNDS)
+    )
+    """Of the steps that had any, in the buckets of STEP_TOKEN_BOUNDS."""
+    queue_times_s: Distribution = msgspec.field(
+        default_factory=lambda: Distribution.empty(REQUEST_TIME_BOUNDS)
+    )
+    """From a sequence's arrival at the rank to the first step with tokens of it, in those of REQUEST_TIME_BOUNDS."""
 
 
 class StepOutput(msgspec.Struct, tag="step"):

@@ -36,7 +36,7 @@ class LocalRanks:
         """
         command = [sys.executable, "-P", "-m", worker]
         command += ["--link", address, "--config-json", msgspec.json.encode(config).decode()]
-        command += ["--rendezvous", f"file://{folder}/rendezvous"]
+        command += ["--rendezvous", f"file://{folder}/rendezvous", "--parent", str(os.getpid())]
         ranks = cls([])
         try:
             for rank in range(config.ep):

@@ -55,7 +55,10 @@ def error_of(failed: Failed) -> MoeRuntimeError:
     """A rank's failure as the exception it was there; EngineDeadError for anything not raised on purpose."""
     kind = getattr(errors, failed.kind, None)
     if isinstance(kind, type) and issubclass(kind, MoeRuntimeError):
-        return kind(failed.message)
+        error: MoeRuntimeError = kind(failed.message)
+        # Ranks agree on such an error and rank 0 tells the user. One that has lost its peers may have lost rank 0.
+        error.told = kind is not LockstepError
+        return error
     return EngineDeadError(f"rank {failed.rank} failed: {failed.kind}: {failed.message}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from moe_runtime.core import SamplingParams, TokenLogprobs
@@ -19,7 +19,7 @@ class CompletionStream:
     def __init__(
         self,
         index: int,
-        num_prompt_tokens: int,
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
         stop_ids: frozenset[int],
         tokenizer: Tokenizer | None,
@@ -28,12 +28,14 @@ class CompletionStream:
         self.index = index
         self.finished = False
         self.num_tokens = 0
-        self._num_prompt_tokens = num_prompt_tokens
+        self._num_prompt_tokens = len(prompt_token_ids)
         self._num_cached_tokens = 0
         self._params = params
         self._stop_ids = stop_ids
         self._tokenizer = tokenizer
-        self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens) if tokenizer else None
+        self._decoder: IncrementalDecoder | None = None
+        if tokenizer:
+            self._decoder = IncrementalDecoder(tokenizer, params.skip_special_tokens, prompt_token_ids)
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
 
     def update(self, news: SequenceUpdate) -> CompletionDelta:

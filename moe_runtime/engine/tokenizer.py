@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class Tokenizer:
             )
         try:
             return self.hf.apply_chat_template(
-                list(messages),
+                [_with_plain_content(message) for message in messages],
                 tools=tools,
                 chat_template=template,
                 add_generation_prompt=add_generation_prompt,
@@ -91,6 +91,8 @@ class Tokenizer:
                 **(template_kwargs or {}),
             )
         # Templates are programs; whatever one raises says that it cannot render these messages.
+        except RequestError:
+            raise
         except Exception as exc:
             raise RequestError(f"the chat template refused the messages: {exc}", "messages") from exc
 
@@ -100,6 +102,29 @@ class Tokenizer:
 
     def _token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
+
+
+def join_content(parts: Sequence[Any]) -> str:
+    """A message's content given as parts, `{"type": "text", "text": ...}` each: their texts, a line each.
+
+    Raises RequestError if one is something else.
+    """
+    texts = []
+    for index, part in enumerate(parts):
+        known = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not known or part.keys() - {"type", "text"}:
+            raise RequestError(
+                f"content part {index} must be {{'type': 'text', 'text': '...'}} and nothing else", "messages"
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _with_plain_content(message: Any) -> Any:
+    """The message as templates of text models expect it: content as text."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
+        return message
+    return {**message, "content": join_content(message["content"])}
 
 
 def load_tokenizer(config: EngineConfig, chat_template_file: str | None = None) -> Tokenizer | None:

@@ -70,7 +70,7 @@ def serve_rank(config: EngineConfig, topology: Topology, address: str, watchdog:
         engine.run()
         # Nobody leaves before all expect it, else the others would take it for a death.
         watchdog.disarm()
-        engine.control.barrier()
+        topology.barrier()
         engine.runner.close()
     except errors.MoeRuntimeError as error:
         watchdog.disarm()
@@ -128,15 +128,16 @@ def _start(config: EngineConfig, topology: Topology, link: RankLink) -> Engine:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry of ranks started by `LLM`. They end with the program that started them."""
-    # The program is a thread of its own process: watching it by pidfd is what counts; this covers the time before.
-    die_with_parent(signal.SIGKILL)
-    watchdog = Watchdog()
-    watchdog.watch(os.getppid(), "the program that started this rank")
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.engine.worker")
     parser.add_argument("--link", required=True, help="ZeroMQ address of the front-end")
     parser.add_argument("--config-json", required=True, help="EngineConfig as JSON")
     parser.add_argument("--rendezvous", help="file:// address where the ranks meet")
+    parser.add_argument("--parent", required=True, type=int, help="process id of the program")
     args = parser.parse_args(argv)
+    # The program is a thread of its own process: watching it by pidfd is what counts; this covers the time before.
+    die_with_parent(signal.SIGKILL, args.parent)
+    watchdog = Watchdog()
+    watchdog.watch(args.parent, "the program that started this rank")
     config = msgspec.json.decode(args.config_json, type=EngineConfig)
     setup_logging(config.log_level)
     limit_kernel_caches()
@@ -146,10 +147,15 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         topology = init_topology(config.ep, config.device, config.step_timeout, args.rendezvous)
-        serve_rank(config, topology, args.link, watchdog)
     except errors.MoeRuntimeError as error:
-        # The program raises what reached it through the link; this line is for what could not.
+        # There is no link yet through which the program could learn of it.
         logger.error("%s", error)
+        logger.debug("traceback:", exc_info=True)
+        return 1
+    try:
+        serve_rank(config, topology, args.link, watchdog)
+    except errors.MoeRuntimeError:
+        # The program raises it.
         logger.debug("traceback:", exc_info=True)
         return 1
     return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_runtime.experts.activation import activation_problem, get_activation
+from moe_runtime.layers.activation import activation_problem, get_activation
 
 if TYPE_CHECKING:
     from moe_runtime.core import ExpertBatch

@@ -22,8 +22,16 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+def get_activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """The elementwise function of that name. Raises ConfigError listing the names known."""
-    if name not in ACTIVATIONS:
-        raise ConfigError(f"hidden_act={name!r} is not supported; allowed are {', '.join(ACTIVATIONS)}")
+    problem = activation_problem(name)
+    if problem is not None:
+        raise ConfigError(problem)
     return ACTIVATIONS[name]
+
+
+def activation_problem(name: str) -> str | None:
+    """None for a known name, else what is wrong with it, for a kernel's `supports`."""
+    if name in ACTIVATIONS:
+        return None
+    return f"hidden_act={name!r} is not supported; allowed are {', '.join(ACTIVATIONS)}"

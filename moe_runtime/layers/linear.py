@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from moe_runtime.layers.activation import activation
+from moe_runtime.layers.activation import get_activation
 
 
 def weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
@@ -43,7 +43,7 @@ class GatedMlp(nn.Module):
         super().__init__()
         self.gate_up = Linear(hidden, 2 * intermediate, dtype, device)
         self.down = Linear(intermediate, hidden, dtype, device)
-        self.act = activation(act)
+        self.act = get_activation(act)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """x_TD: (T, D); returns (T, D)."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moe_runtime.errors import ConfigError
-from moe_runtime.layers.activation import activation
+from moe_runtime.layers.activation import get_activation
 from moe_runtime.layers.rope import parse_rope
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def common_spec(config: Any) -> dict[str, Any]:
     """ModelSpec arguments that every family reads alike."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     act = ACTIVATION_SYNONYMS.get(config.hidden_act, config.hidden_act)
-    activation(act)
+    get_activation(act)
     # A checkpoint that does not say gets the type that loses nothing.
     dtype = str(config.dtype or "float32").removeprefix("torch.")
     if dtype not in DTYPES:

@@ -37,7 +37,7 @@ class ModelContext:
 
     name: str
     root: str
-    """What was given as the model: a folder, or `demo`."""
+    """The checkpoint's folder."""
     tokenizer: Tokenizer | None
     max_model_len: int
     vocab_size: int
@@ -101,8 +101,9 @@ class ModelContext:
         wanted = max(params.min_tokens, 1) if params.max_tokens is None else params.max_tokens
         if len(ids) + wanted > self.max_model_len:
             raise invalid(
-                f"the prompt has {len(ids)} tokens and at least {wanted} are to be generated, but the context holds"
-                f" {self.max_model_len}",
+                # OpenAI's first words: clients that cut their prompts look for them.
+                f"This model's maximum context length is {self.max_model_len} tokens, but the prompt has {len(ids)} and"
+                f" at least {wanted} are to be generated",
                 param,
                 "context_length_exceeded",
             )

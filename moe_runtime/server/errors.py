@@ -12,7 +12,7 @@ RETRY_DEAD_S = 10
 
 _TYPES = {
     400: "invalid_request_error",
-    401: "authentication_error",
+    401: "invalid_request_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
     500: "server_error",

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from moe_runtime.engine.frontend_link import FrontendLink
 from moe_runtime.server.app import create_app
 from moe_runtime.server.context import ModelContext
 from moe_runtime.server.metrics import ServerMetrics
+from moe_runtime.server.sockets import remove_link
 from moe_runtime.server.state import Phase, ServerState, Serving
 from moe_runtime.server.stats_log import log_stats
 
@@ -26,7 +29,11 @@ DEAD_ANSWER_S = 2.0
 """How long requests are still answered, with 503, after the ranks have gone."""
 _FLUSH_S = 1.0
 """How long clients get to read the last of their answers."""
-_IPC = "ipc://"
+_ECHO_S = 1.0
+"""A signal soon after the first is the same one: from torchrun and from the kernel, which sends it for each thread of a
+parent that was killed."""
+_LAST_WORDS_S = 0.5
+"""How long the reason is waited for when the ranks go while loading."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,14 +75,17 @@ class Lifecycle:
         """Set when it is time to leave, for whatever reason."""
         self._now = asyncio.Event()
         """Set when what still runs is not waited for."""
+        self._drained_at = -math.inf
         self._ranks_may_go = False
         """Once they are told to stop, their end is no failure."""
 
     def drain(self) -> None:
-        """Take no new requests, finish those that run, then leave. A second call does not wait for them."""
+        """Take no new requests, finish those that run, then leave. A second call, if not just an echo, does not wait."""
         if self.state.phase is not Phase.READY:
-            self.stop()
+            if time.monotonic() - self._drained_at > _ECHO_S:
+                self.stop()
             return
+        self._drained_at = time.monotonic()
         logger.info("draining; requests running: %d", self.state.num_in_flight)
         self.state.phase = Phase.DRAINING
         self._end.set()
@@ -91,7 +101,6 @@ class Lifecycle:
         """The ranks have gone: answer 503 for a moment, then leave with exit code 1."""
         if self._ranks_may_go or self.state.phase is Phase.DEAD:
             return
-        logger.error("%s; the server ends", reason)
         self.state.phase, self.state.reason = Phase.DEAD, reason
         self._end.set()
         self._now.set()
@@ -129,14 +138,25 @@ class Lifecycle:
             if llm.dead is not None:
                 self.fail(str(llm.dead))
         if self.state.phase is Phase.DEAD:
-            # The ranks end by themselves, and streams have been told by the engine.
-            await asyncio.sleep(DEAD_ANSWER_S)
+            await self._answer_dead(llm)
             return 1
         if llm is not None:
             self._ranks_may_go = True
             await llm.close()
             await self.state.wait_idle(_FLUSH_S)
         return 0
+
+    async def _answer_dead(self, llm: AsyncLLM | None) -> None:
+        """Tell clients for a while; meanwhile the ranks end by themselves, and one that is stuck is killed."""
+        answering = asyncio.create_task(asyncio.sleep(DEAD_ANSWER_S))
+        if llm is not None:
+            # Rank 0, whose end is noticed first, may only have followed another.
+            with contextlib.suppress(TimeoutError):
+                self.state.reason = str(await asyncio.wait_for(llm.wait_dead(), _LAST_WORDS_S))
+        logger.error("%s; the server ends", self.state.reason)
+        if llm is not None:
+            await llm.close()
+        await answering
 
     async def _load(self) -> AsyncLLM | None:
         """The engine once all ranks are ready; None if the server is told to end before. Raises what a rank raised."""
@@ -146,6 +166,9 @@ class Lifecycle:
         ending = asyncio.create_task(self._end.wait())
         try:
             await asyncio.wait({loading, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if self.state.phase is Phase.DEAD:
+                # A rank may have said why.
+                await asyncio.wait({loading}, timeout=_LAST_WORDS_S)
             if not loading.done():
                 link.close()
                 return None
@@ -158,7 +181,7 @@ class Lifecycle:
                 task.cancel()
             await asyncio.gather(loading, ending, return_exceptions=True)
             # All ranks are connected, or never will be. Rank 0 may be killed before it can remove this itself.
-            self._remove_socket()
+            remove_link(self._link_address)
         self._open(llm)
         return llm
 
@@ -192,13 +215,6 @@ class Lifecycle:
             task.cancel()
         if self.state.num_in_flight:
             logger.warning("requests cut off: %d", self.state.num_in_flight)
-
-    def _remove_socket(self) -> None:
-        if self._link_address.startswith(_IPC):
-            path = Path(self._link_address.removeprefix(_IPC))
-            with contextlib.suppress(OSError):
-                path.unlink()
-                path.parent.rmdir()
 
 
 def curl_line(address: tuple[object, ...], context: ModelContext) -> str:

@@ -1,7 +1,8 @@
 """The front-end process: `python -m moe_runtime.server.main`, started by rank 0 of launch/serve.py.
 
 It listens before anything is loaded (and answers 503 until the ranks are ready), drains on SIGTERM, stops at once on
-SIGUSR1, and ends with its parent. Exit code 0 after an orderly stop, 1 after any failure.
+SIGUSR1, and ends with its parent. Exit code 0 after an orderly stop, 1 after any failure. Heavy imports wait until
+the signals are handled.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from moe_runtime.config import EngineConfig, ServerConfig
-from moe_runtime.errors import ConfigError, MoeRuntimeError
-from moe_runtime.server.lifecycle import Lifecycle
+from moe_runtime.errors import MoeRuntimeError
+from moe_runtime.server.sockets import listen, remove_link
 from moe_runtime.watchdog import die_with_parent
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 C = TypeVar("C", EngineConfig, ServerConfig)
 PARENT_DIED = signal.SIGUSR2
 """What the kernel sends when rank 0 ends. Can be caught, unlike SIGKILL: clients are still told."""
 STOP_NOW = signal.SIGUSR1
 DRAIN = signal.SIGTERM
-_BACKLOG = 2048
 
 logger = logging.getLogger(__name__)
 
@@ -42,25 +44,33 @@ def build_parser() -> argparse.ArgumentParser:
         required=True,
         help="ServerConfig as JSON; `-` reads it from stdin, which hides api_key",
     )
+    parser.add_argument("--parent", type=int, help="process id of rank 0")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until told to stop; returns the exit code."""
-    # Before anything else: a signal sent to a process without handlers kills it.
+    args = build_parser().parse_args(argv)
+
+    def leave(_signum: int, _frame: FrameType | None) -> None:
+        # Rank 0 may be gone too, and with it whoever else would do this.
+        remove_link(args.link)
+        os._exit(1)
+
+    # Before anything slow: a signal sent to a process without handlers kills it.
     for signum in (DRAIN, STOP_NOW, PARENT_DIED):
-        signal.signal(signum, lambda _signum, _frame: os._exit(1))
+        signal.signal(signum, leave)
     # Ctrl-C is rank 0's to handle: it sends STOP_NOW.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(PARENT_DIED)
-    args = build_parser().parse_args(argv)
+    die_with_parent(PARENT_DIED, args.parent)
     server_json = sys.stdin.read() if args.server_json == "-" else args.server_json
     engine, server = _decode(args.engine_json, EngineConfig), _decode(server_json, ServerConfig)
     _setup_logging(engine.log_level)
     try:
         return asyncio.run(_serve(engine, server, args.link))
     except MoeRuntimeError as exc:
-        print(f"error: {exc}", file=sys.stderr, flush=True)  # noqa: T201 - for the user, in one line
+        if not exc.told:
+            print(f"error: {exc}", file=sys.stderr, flush=True)  # noqa: T201 - for the user, in one line
         logger.debug("traceback:", exc_info=exc)
         return 1
 
@@ -68,36 +78,14 @@ def main(argv: list[str] | None = None) -> int:
 async def _serve(engine: EngineConfig, server: ServerConfig, link: str) -> int:
     # First of all, so that a port in use is told before a model is loaded in vain.
     with listen(server.host, server.port) as sock:
+        from moe_runtime.server.lifecycle import Lifecycle
+
         life = Lifecycle(engine, server, link, sock)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(DRAIN, life.drain)
         loop.add_signal_handler(STOP_NOW, life.stop)
         loop.add_signal_handler(PARENT_DIED, life.fail, "rank 0 has died")
         return await life.run()
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises ConfigError if the address cannot be had."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as exc:
-        raise ConfigError(f"host={host!r}: {exc.strerror or exc}") from exc
-    try:
-        # Lets a restart reuse the port at once; a listener that is still there makes bind fail all the same.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(_BACKLOG)
-    except OSError as exc:
-        sock.close()
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {exc.strerror}; choose another with --port or --host"
-        ) from exc
-    sock.setblocking(False)
-    sock.set_inheritable(False)
-    return sock
 
 
 def _decode(text: str, kind: type[C]) -> C:

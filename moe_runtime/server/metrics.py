@@ -6,44 +6,30 @@ front-end times is observed here as deltas pass by; it covers all ranks. Only ge
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moe_runtime.engine.messages import RankStats
+from moe_runtime.core import SamplingParams
+from moe_runtime.engine.messages import REQUEST_TIME_BOUNDS, STEP_TOKEN_BOUNDS, Distribution, RankStats
 from moe_runtime.engine.outputs import CompletionDelta
 
 PREFIX = "moe_runtime:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_TTFT = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-TTFT_BUCKETS = (*_TTFT, 80.0, 160.0, 640.0, 2560.0)
-_ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
-ITL_BUCKETS = (*_ITL, 80.0)
-_E2E = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
-E2E_BUCKETS = (*_E2E, 960.0, 1920.0, 7680.0)
+ITL_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -68,6 +54,14 @@ _COUNTERS: dict[str, tuple[str, Callable[[RankStats], float]]] = {
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
     "prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
     "num_preemptions": ("Sequences pushed out of the running batch to free blocks", lambda s: s.preemptions),
+}
+_DISTRIBUTIONS: dict[str, tuple[str, Sequence[float], Callable[[RankStats], Distribution]]] = {
+    "iteration_tokens_total": ("Tokens of a step", STEP_TOKEN_BOUNDS, lambda s: s.tokens_of_steps),
+    "request_queue_time_seconds": (
+        "From a sequence's arrival at its rank to its first step",
+        REQUEST_TIME_BOUNDS,
+        lambda s: s.queue_times_s,
+    ),
 }
 
 
@@ -95,6 +89,14 @@ class _RankCollector(Collector):
             for rank, stats in per_rank:
                 family.add_metric([self._model_name, str(rank)], read(stats))
             yield family
+        for name, (text, bounds, find) in _DISTRIBUTIONS.items():
+            histogram = HistogramMetricFamily(PREFIX + name, text, labels=labels)
+            for rank, stats in per_rank:
+                found = find(stats)
+                ends = [*(str(float(bound)) for bound in bounds), "+Inf"]
+                buckets = list(zip(ends, itertools.accumulate(found.counts), strict=True))
+                histogram.add_metric([self._model_name, str(rank)], buckets, found.total)
+            yield histogram
 
 
 def token_buckets(largest: int) -> list[float]:
@@ -129,7 +131,11 @@ class ServerMetrics:
         self.e2e = self._histogram(
             "e2e_request_latency_seconds",
             "From a prompt's arrival to the end of its completions",
-            E2E_BUCKETS,
+            REQUEST_TIME_BOUNDS,
+        )
+        self.params_n = self._histogram("request_params_n", "Completions asked for", N_BUCKETS)
+        self.params_max_tokens = self._histogram(
+            "request_params_max_tokens", "max_tokens of the requests that give one", tokens
         )
         self.prompt_length = self._histogram("request_prompt_tokens", "Tokens of a prompt", tokens)
         self.generation_length = self._histogram(
@@ -147,9 +153,12 @@ class ServerMetrics:
         family = Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry)
         return family.labels(self._model_name)
 
-    def start(self, num_completions: int, arrival: float) -> PromptTimer:
+    def start(self, params: SamplingParams, arrival: float) -> PromptTimer:
         """Begin to time a prompt that came in at `arrival`, by time.perf_counter()."""
-        return PromptTimer(self, num_completions, arrival)
+        self.params_n.observe(params.n)
+        if params.max_tokens is not None:
+            self.params_max_tokens.observe(params.max_tokens)
+        return PromptTimer(self, params.n, arrival)
 
     def render(self) -> bytes:
         """The text that /metrics answers with, of type CONTENT_TYPE."""

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from moe_runtime.core import SamplingParams
+from moe_runtime.engine.tokenizer import join_content
+from moe_runtime.errors import RequestError
 from moe_runtime.server.errors import ApiError, invalid
 from moe_runtime.server.fields import check_fields, drop_unread
 
@@ -177,7 +179,6 @@ def _content(value: Any) -> Any:
         return value
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of content parts")
-    texts = []
     for index, part in enumerate(value):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text":
@@ -185,10 +186,10 @@ def _content(value: Any) -> Any:
             raise _FieldError(
                 ApiError(501, f"content parts of type {kind!r} are not supported, only 'text'", param=where)
             )
-        if not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
-            raise ValueError(f"part {index} must be {{'type': 'text', 'text': '...'}} and nothing else")
-        texts.append(part["text"])
-    return "\n".join(texts)
+    try:
+        return join_content(value)
+    except RequestError as exc:
+        raise ValueError(str(exc)) from None
 
 
 _REPLAYED = ("tool_calls", "function_call", "audio", "refusal", "annotations", "reasoning")
@@ -289,14 +290,27 @@ class ChatRequest(_Templated, GenerationRequest):
             raise _FieldError(
                 invalid("max_tokens and max_completion_tokens are the same; give one", "max_tokens")
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise _FieldError(invalid("`top_logprobs` needs `logprobs`: true", "top_logprobs"))
         return self
 
     def to_sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Without a limit from the client, as many tokens as the context allows. Raises RequestError."""
         limit = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-        return self._sampling(defaults, limit, (self.top_logprobs or 0) if self.logprobs else None)
+        try:
+            return self._sampling(defaults, limit, (self.top_logprobs or 0) if self.logprobs else None)
+        except RequestError as exc:
+            raise self._in_own_words(exc) from None
+
+    def _in_own_words(self, error: RequestError) -> RequestError:
+        """The error with the names that these fields have in chats."""
+        names = {"logprobs": "top_logprobs"}
+        if self.max_tokens is None:
+            names["max_tokens"] = "max_completion_tokens"
+        name = names.get(error.param or "")
+        return (
+            error if name is None else RequestError(str(error).replace(f"{error.param}=", f"{name}="), name)
+        )
 
 
 def _prompts(value: Any) -> list[Prompt]:

@@ -80,7 +80,7 @@ async def _deltas(run: Run) -> AsyncGenerator[tuple[int, CompletionDelta], None]
 async def _one_prompt(run: Run, index: int) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
     job = run.job
     request_id = job.id if len(job.prompts) == 1 else f"{job.id}-{index}"
-    timer = run.metrics.start(job.params.n, run.arrival)
+    timer = run.metrics.start(job.params, run.arrival)
     stream = _closable(run.engine.stream(job.prompts[index], job.params, request_id, run.rank))
     try:
         async with aclosing(stream):

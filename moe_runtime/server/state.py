@@ -48,14 +48,15 @@ class ServerState:
 
     def refusal(self) -> ApiError | None:
         """Why a new request cannot be served now, or None."""
+        # First, since the engine is closed on the way; if it dies by itself, the phase says so.
+        if self.phase is Phase.DRAINING:
+            return unavailable("the server is shutting down", "shutting_down", RETRY_LOADING_S)
         dead = self.serving.engine.dead if self.serving is not None else None
         if self.phase is Phase.DEAD or dead is not None:
-            why = self.reason or str(dead or "")
+            why = str(dead or self.reason)
             return unavailable(f"the server has failed and is ending: {why}", "engine_dead", RETRY_DEAD_S)
         if self.phase is Phase.LOADING:
             return unavailable("the model is still loading", "loading", RETRY_LOADING_S)
-        if self.phase is Phase.DRAINING:
-            return unavailable("the server is shutting down", "shutting_down", RETRY_LOADING_S)
         return None
 
     def need(self) -> Serving:

@@ -118,7 +118,8 @@ class CompletionLogprobsWriter:
             out.token_logprobs.append(row[token_id].logprob)
             out.text_offset.append(self._offset)
             if out.top_logprobs is not None:
-                top = most_likely(row, self._num_top)
+                # Unlike in chats the chosen token is always there, so there may be one more than was asked for.
+                top = [*most_likely(row, self._num_top), (token_id, row[token_id])]
                 # Different ids can have one text; the likelier one is kept, hence reversed.
                 out.top_logprobs.append({self._texts.text_of(i): e.logprob for i, e in reversed(top)})
             if not (self._skip_special and self._texts.is_special(token_id)):

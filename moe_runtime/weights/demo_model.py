@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moe_runtime.weights.demo_source import DenseModel
     from moe_runtime.weights.demo_upcycle import UpcycleConfig
 
-NAME = "SmolLM2-MoE-8x135M-Instruct-v1"
+NAME = "SmolLM2-MoE-8x135M-Instruct-v2"
 """A change of how the model is made changes the version in the name, so that nobody gets an old one."""
 MANIFEST = "demo_model.json"
 FREE_BYTES_NEEDED = 2 * 10**9

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from moe_runtime.weights.demo_source import DenseModel
 
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+"""generation_config.json's defaults, as SmolLM2-Instruct's model card advises: at temperature 1 so small a model rambles."""
+
 
 @dataclass(frozen=True)
 class UpcycleConfig:
@@ -227,10 +230,10 @@ def write_tokenizer(folder: Path, dense: DenseModel) -> None:
         "chat_template": dense.chat_template,
     }
     generation = {
-        "_from_model_config": True,
         "bos_token_id": dense.bos_token_id,
         "eos_token_id": dense.eos_token_id,
         "pad_token_id": dense.pad_token_id,
+        **SAMPLING,
     }
     write_json(folder / "tokenizer_config.json", tokenizer_config)
     write_json(folder / "generation_config.json", generation)

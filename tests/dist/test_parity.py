@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+import transformers
 
 from moe_runtime import LLM, SamplingParams
+from moe_runtime.weights.demo_model import demo_model_path
 from tests.helpers.parity import check_greedy
-from tests.helpers.tiny_models import FAMILIES, make_tiny
+from tests.helpers.tiny_models import FAMILIES, make_tiny, reference_logprobs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,13 +31,16 @@ CASES += [pytest.param(*case, id=f"{case[0]}-ep{case[1]}", marks=pytest.mark.slo
 @pytest.mark.parametrize(("family", "ep"), CASES)
 def test_tiny_model_matches_transformers(family: str, ep: int, tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
-    reference = make_tiny(family, tmp_path, seed)
-    vocab = reference.config.vocab_size
+    model = make_tiny(family, tmp_path, seed)
+    vocab = model.config.vocab_size
+
+    def reference(ids: list[int], first: int) -> torch.Tensor:
+        return reference_logprobs(model, ids)[first:]
 
     def prompt(length: int) -> list[int]:
         return [draw.randrange(vocab) for _ in range(length)]
 
-    # Room for little more than one of the longest sequences per rank: a batch of 32 must preempt.
+    # Room for two of the longest sequences per rank, or little more than one: a batch of 32 must preempt everywhere.
     with LLM(
         model=str(tmp_path),
         ep=ep,
@@ -41,7 +48,7 @@ def test_tiny_model_matches_transformers(family: str, ep: int, tmp_path: Path, s
         skip_tokenizer_init=True,
         max_model_len=160,
         block_size=BLOCK_SIZE,
-        num_kv_blocks=160 // BLOCK_SIZE,
+        num_kv_blocks=(256 if ep <= 2 else 160) // BLOCK_SIZE,
         max_num_batched_tokens=7,
     ) as llm:
         first = prompt(37)
@@ -53,42 +60,65 @@ def test_tiny_model_matches_transformers(family: str, ep: int, tmp_path: Path, s
         outputs = llm.generate(batch, GREEDY, use_tqdm=False)
         for output in outputs:
             check_greedy(reference, output, NUM_TOKENS)
-        if ep <= 2:
-            assert sum(rank.preemptions for rank in llm.stats) > 0, "the cache was too large for this test"
+        assert sum(rank.preemptions for rank in llm.stats) > 0, "the cache was too large for this test"
         for rank in llm.stats:
             assert rank.num_running == rank.num_waiting == 0
             assert rank.num_free_blocks + rank.num_cached_blocks == rank.num_blocks, "blocks leaked"
 
         # Prefixes of what the cache holds, cut in the middle of a block and then different.
-        for cut in (18, 39, 63):
+        for rank, cut in zip(itertools.cycle(range(ep)), (18, 39, 63), strict=False):
             assert cut % BLOCK_SIZE
             llm.reset_prefix_cache()
-            (base,) = llm.generate([prompt(41)], GREEDY, use_tqdm=False)
+            (base,) = llm.generate([prompt(41)], GREEDY, use_tqdm=False, routed_dp_rank=rank)
             known = base.prompt_token_ids + base.outputs[0].token_ids
-            other = (known[cut] + 1) % vocab
-            prompts = [known[:cut] + [other] + prompt(5)] * ep
-            hits = llm.generate(prompts, GREEDY, use_tqdm=False)
-            for output in hits:
-                check_greedy(reference, output, NUM_TOKENS)
-            # Least-loaded ranks get one each, so one of them is where the prefix is.
-            assert max(output.num_cached_tokens for output in hits) >= cut
+            forked = known[:cut] + [(known[cut] + 1) % vocab] + prompt(5)
+            (hit,) = llm.generate([forked], GREEDY, use_tqdm=False, routed_dp_rank=rank)
+            check_greedy(reference, hit, NUM_TOKENS)
+            assert hit.num_cached_tokens == cut
+
+
+@pytest.fixture(scope="module")
+def demo_reference() -> Any:
+    """transformers' logprobs of the demo model, each sequence computed once for all tests."""
+    model = transformers.MixtralForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
+    model.set_experts_implementation("eager")
+    known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def logprobs(ids: list[int], first: int) -> torch.Tensor:
+        """Those after each token from position `first` on."""
+        key = (first, *ids)
+        if key not in known:
+            known[key] = reference_logprobs(model, ids)[first:]
+        return known[key]
+
+    return logprobs
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ep", [1, 2, 4, 8])
-def test_demo_model_matches_transformers(ep: int) -> None:
-    import torch
-    import transformers
-
-    from moe_runtime.weights.demo_model import demo_model_path
-
-    folder = demo_model_path()
-    reference = transformers.MixtralForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    questions = ["What is the capital of France?", "Write one sentence about the sea.", "Name three colours."]
+def test_demo_model_matches_transformers(ep: int, demo_reference: Any) -> None:
+    words = "the sea a stone of light was under every old house and nobody could say why it sang".split()
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(words, k=draw.randint(1, 24))) for _ in range(32)]
+    talks = [
+        [{"role": "user", "content": "What is the capital of France?"}],
+        [{"role": "user", "content": "Name three colours."}],
+    ]
     with LLM(
-        model=str(folder), ep=ep, dtype="float32", max_model_len=512, num_kv_blocks=128, max_num_batched_tokens=29
+        model=str(demo_model_path()),
+        ep=ep,
+        dtype="float32",
+        max_model_len=160,
+        num_kv_blocks=20 if ep <= 2 else 12,
+        max_num_batched_tokens=29,
     ) as llm:
-        talks = [[{"role": "user", "content": question}] for question in questions]
-        for _ in range(2):  # the second time from the prefix cache
-            for output in llm.chat(talks, GREEDY, use_tqdm=False):
-                check_greedy(reference, output, NUM_TOKENS)
+        for repeat in range(2):
+            for output in llm.chat(talks, GREEDY, use_tqdm=False, routed_dp_rank=ep - 1):
+                check_greedy(demo_reference, output, NUM_TOKENS)
+                if repeat:
+                    # To the token, in the middle of a block: all but the last one, which must be computed.
+                    assert output.num_cached_tokens == len(output.prompt_token_ids) - 1
+        for output in llm.generate(texts, GREEDY, use_tqdm=False):
+            check_greedy(demo_reference, output, NUM_TOKENS)
+        assert sum(rank.preemptions for rank in llm.stats) > 0, "the cache was too large for this test"

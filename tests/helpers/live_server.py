@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 from moe_runtime.config import EngineConfig, ServerConfig
 from moe_runtime.server.lifecycle import Lifecycle
-from moe_runtime.server.main import listen
+from moe_runtime.server.sockets import listen
 from tests.helpers.rank_tasks import RankTask
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 

@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("--link", required=True)
     parser.add_argument("--config-json", required=True)
     parser.add_argument("--rendezvous")
+    parser.add_argument("--parent")
     args = parser.parse_args()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     rank = ScriptedRank(msgspec.json.decode(args.config_json, type=EngineConfig), args.link)

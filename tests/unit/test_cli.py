@@ -121,6 +121,10 @@ def test_one_setting_given_one_value_twice_is_accepted() -> None:
         (["--no-enable-chunked-prefill"], "always on"),
         (["--enable_expert_parallel"], "--ep"),
         (["--nnodes", "2"], "torchrun"),
+        (["--disable-metrics"], "leave it out"),
+        (["--api-server-count", "2"], "front-ends"),
+        (["--prefill-attention-backend", "fa3"], "--attention-backend"),
+        (["--data-parallel-size-local", "4"], "--nproc-per-node"),
         (["--port", "x"], "--port x: must be an integer"),
         (["--port", "0"], "from 1 to 65535"),
         (["--step-timeout", "soon"], "must be a number"),
@@ -132,6 +136,37 @@ def test_one_setting_given_one_value_twice_is_accepted() -> None:
 )
 def test_mistakes_are_explained(argv: list[str], part: str) -> None:
     assert part in message(*argv)
+
+
+def test_keyword_arguments_have_the_spellings_of_the_flags(seed: int) -> None:
+    rng = random.Random(seed)
+    for f in dataclasses.fields(EngineConfig):
+        value = _some_value(f, rng)
+        for name in (f.name, *(alias.replace("-", "_") for alias in f.metadata["aliases"])):
+            assert getattr(cli.from_keywords(EngineConfig, {name: value}), f.name) == value
+    assert cli.from_keywords(EngineConfig, {}) == EngineConfig()
+    assert not cli.from_keywords(EngineConfig, {"disable_radix_cache": True}).enable_prefix_caching
+    assert cli.from_keywords(EngineConfig, {"max_model_len": None}).max_model_len is None
+
+
+@pytest.mark.parametrize(
+    ("keywords", "part"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: not supported yet (tensor parallelism)"),
+        ({"enable_expert_parallel": True}, "--ep N"),
+        (
+            {"max_model_length": 5},
+            "unknown argument max_model_length; the nearest valid one is max_model_len",
+        ),
+        ({"ep": 2, "ep_size": 3}, "ep gives 2 and ep_size gives 3"),
+        ({"disable_radix_cache": "yes"}, "True or False"),
+        ({"ep": "2"}, "must be of type int"),
+    ],
+)
+def test_mistakes_in_keyword_arguments(keywords: dict[str, object], part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cli.from_keywords(EngineConfig, keywords)
+    assert part in str(caught.value)
 
 
 def test_a_flag_like_none_of_ours_gets_no_false_hint() -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from moe_runtime.weights import demo_model, demo_source, demo_upcycle
-from moe_runtime.weights.demo_upcycle import UpcycleConfig
+from moe_runtime.weights.demo_upcycle import SAMPLING, UpcycleConfig
 
 
 def rotate(x: torch.Tensor, angles: torch.Tensor, neighbours: bool) -> torch.Tensor:
@@ -98,5 +98,6 @@ def test_shards_hold_every_tensor_once(seed: int, tmp_path: Path) -> None:
 
 def test_settings_of_the_upcycling_are_part_of_its_version() -> None:
     """Changing how the model is made without a new name would leave users with an old one in their cache."""
-    assert demo_model.NAME.endswith("-v1")
+    assert demo_model.NAME.endswith("-v2")
+    assert SAMPLING == {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
     assert dataclasses.astuple(UpcycleConfig()) == (8, 2, 0.1, 0.7, 2024, 500 * 10**6)

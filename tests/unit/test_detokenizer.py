@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from moe_runtime.config import EngineConfig
 from moe_runtime.engine.detokenizer import IncrementalDecoder, StopStrings
 from moe_runtime.engine.tokenizer import Tokenizer, load_tokenizer
-from tests.helpers import tokenizers
+from tests.helpers import tiny_tokenizer
 
 TEXTS = [
     "hello world, the quick brown fox",
@@ -26,7 +26,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = getattr(tokenizers, request.param)(tmp_path_factory.mktemp(request.param))
+    folder = getattr(tiny_tokenizer, request.param)(tmp_path_factory.mktemp(request.param))
     loaded = load_tokenizer(EngineConfig(model=str(folder)))
     assert loaded is not None
     return loaded
@@ -60,6 +60,14 @@ def test_pieces_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
         assert text.startswith("".join(pieces[: i + 1]))
 
 
+def test_a_completion_continues_its_prompt(tokenizer: Tokenizer) -> None:
+    prompt, added = tokenizer.encode("the cat"), tokenizer.encode("the\nthe", add_special_tokens=False)
+    for skip in (True, False):
+        decoder = IncrementalDecoder(tokenizer, skip, prompt)
+        pieces = [decoder.push(i) for i in added] + [decoder.flush()]
+        assert tokenizer.decode(prompt, skip) + "".join(pieces) == tokenizer.decode(prompt + added, skip)
+
+
 def test_text_is_given_with_its_token(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the the\nthe", add_special_tokens=False)
     pieces = stream(tokenizer, ids)
@@ -83,7 +91,7 @@ def test_special_token_inside_a_character(tokenizer: Tokenizer) -> None:
 
 
 def test_random_ids_of_a_byte_level_vocabulary(seed: int, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(EngineConfig(model=str(tokenizers.byte_level(tmp_path))))
+    tokenizer = load_tokenizer(EngineConfig(model=str(tiny_tokenizer.byte_level(tmp_path))))
     assert tokenizer is not None
     rng = random.Random(seed)
     for _ in range(200):
@@ -97,7 +105,7 @@ def test_random_ids_of_a_byte_level_vocabulary(seed: int, tmp_path: Path) -> Non
 
 
 def test_broken_byte_pieces_spoil_nothing_else(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(EngineConfig(model=str(tokenizers.byte_fallback(tmp_path))))
+    tokenizer = load_tokenizer(EngineConfig(model=str(tiny_tokenizer.byte_fallback(tmp_path))))
     assert tokenizer is not None
 
     def piece(value: int) -> int:
@@ -112,7 +120,7 @@ def test_broken_byte_pieces_spoil_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 def test_cost_per_token_does_not_grow(kind: str, tmp_path: Path, seed: int) -> None:
     """Counts ids given to the decoder: also for endless broken bytes it is a constant per token."""
-    tokenizer = load_tokenizer(EngineConfig(model=str(getattr(tokenizers, kind)(tmp_path))))
+    tokenizer = load_tokenizer(EngineConfig(model=str(getattr(tiny_tokenizer, kind)(tmp_path))))
     assert tokenizer is not None
     num_decoded = 0
 

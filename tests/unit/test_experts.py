@@ -11,10 +11,10 @@ from transformers.activations import ACT2FN
 from moe_runtime.core import ExpertBatch
 from moe_runtime.errors import ConfigError
 from moe_runtime.experts import cpu as cpu_module
-from moe_runtime.experts.activation import ACTIVATIONS, get_activation
 from moe_runtime.experts.base import ExpertKernel, ExpertNeed, ExpertWeights
 from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.reference import ReferenceExperts
+from moe_runtime.layers.activation import ACTIVATIONS, get_activation
 
 KERNELS: list[ExpertKernel] = [ReferenceExperts(), CpuExperts()]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -51,6 +51,7 @@ LAYERS: list[tuple[int, str]] = [
 
 ABOVE: dict[str, tuple[str, ...]] = {
     "moe_runtime.weights": ("moe_runtime.models",),  # weights fill what models declare
+    "moe_runtime.experts": ("moe_runtime.layers",),  # an expert is an MLP: the same activation functions
     "moe_runtime": ("moe_runtime.engine",),
 }
 """Packages that may import others of their own layer, which may not import them."""
@@ -60,13 +61,16 @@ SEAMS = ("attention", "experts", "dispatch")
 
 HELPERS: dict[str, tuple[str, ...]] = {
     "attention": ("base", "kv_cache"),
-    "experts": ("base", "router", "activation"),
+    "experts": ("base", "router"),
     "dispatch": ("base", "rows", "waiting", "mailbox", "heap_shm"),
 }
 """Modules of those packages that any implementation there may import."""
 
 FENCES: dict[str, tuple[str, ...]] = {
-    "torch.distributed": ("moe_runtime.topology", "moe_runtime.engine.control", "moe_runtime.dispatch.", "tests.", "benchmarks."),
+    "torch.distributed": (
+        "moe_runtime.topology", "moe_runtime.engine.control", "moe_runtime.dispatch.", "launch.quiet_torchrun", "tests.",
+        "benchmarks.",
+    ),
     "transformers": (
         "moe_runtime.models.", "moe_runtime.weights.", "moe_runtime.engine.tokenizer", "moe_runtime.engine.worker",
         "moe_runtime.engine.async_llm", "moe_runtime.server.", "moe_runtime.tools.", "tests.", "benchmarks.",

@@ -207,3 +207,54 @@ def test_broken_config(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load_spec(tmp_path)
+
+
+HUB_CONFIGS = Path(__file__).parents[1] / "data" / "hub_configs"
+# layers, hidden, heads, KV heads, head size, experts, top-k, expert size, renormalised, shared, dense, vocabulary, context
+SIZES = {
+    "mixtral-8x7b-instruct-v0.1": (32, 4096, 32, 8, 128, 8, 2, 14336, True, 0, 0, 32000, 32768),
+    "olmoe-1b-7b-0924": (16, 2048, 16, 16, 128, 64, 8, 1024, False, 0, 0, 50304, 4096),
+    "qwen1.5-moe-a2.7b": (24, 2048, 16, 16, 128, 60, 4, 1408, False, 5632, 5632, 151936, 8192),
+    "qwen3-30b-a3b": (48, 2048, 32, 4, 128, 128, 8, 768, True, 0, 6144, 151936, 40960),
+}
+KINDS = {
+    "mixtral-8x7b-instruct-v0.1": ("none", False, False, 1e6, 1e-5),
+    "olmoe-1b-7b-0924": ("projection", False, True, 1e4, 1e-5),
+    "qwen1.5-moe-a2.7b": ("none", True, True, 1e6, 1e-6),
+    "qwen3-30b-a3b": ("head", False, True, 1e6, 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SIZES))
+def test_models_of_the_hub(name: str, tmp_path: Path) -> None:
+    """The settings of well-known checkpoints, as their config.json has them."""
+    (tmp_path / "config.json").write_text((HUB_CONFIGS / f"{name}.json").read_text())
+    spec, adapter = load_spec(tmp_path)
+    assert spec.architecture in adapter.architectures
+    sizes = (
+        *(
+            spec.num_layers,
+            spec.hidden_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.num_experts,
+        ),
+        *(spec.top_k, spec.moe_intermediate_size, spec.norm_topk_prob, spec.shared_expert_intermediate_size),
+        *(spec.dense_intermediate_size, spec.vocab_size, spec.max_position_embeddings),
+    )
+    assert sizes == SIZES[name]
+    kinds = (
+        *(spec.qk_norm, spec.qkv_bias, spec.router_weights_in_model_dtype, spec.rope.theta, spec.norm_eps),
+    )
+    assert kinds == KINDS[name]
+    assert (spec.dtype, spec.activation, spec.clip_qkv, spec.rope.kind) == (
+        "bfloat16",
+        "silu",
+        None,
+        "default",
+    )
+    assert not spec.tie_word_embeddings
+    assert not spec.attention_out_bias
+    assert set(spec.sliding_windows) == {None}
+    assert set(spec.mlp_kinds) == {"moe"}

@@ -22,8 +22,7 @@ from moe_runtime.server.protocol import (
     parse,
 )
 from moe_runtime.server.token_text import CompletionLogprobsWriter, TokenTexts
-from tests.helpers.tiny_tokenizer import build_tokenizer
-from tests.helpers.tokenizers import byte_fallback
+from tests.helpers.tiny_tokenizer import build_tokenizer, byte_fallback
 
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"messages": [USER]}
@@ -87,6 +86,47 @@ def test_logprobs_of_chats(fields: dict[str, Any], expected: int | None) -> None
 
 def test_top_logprobs_need_logprobs() -> None:
     assert refused(ChatRequest, CHAT | {"top_logprobs": 4}).param == "top_logprobs"
+    nothing = parse(ChatRequest, CHAT | {"logprobs": False, "top_logprobs": 0})
+    assert nothing.to_sampling_params({}).logprobs is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_logprobs": 21, "logprobs": True},
+        {"top_logprobs": -1, "logprobs": True},
+        {"max_completion_tokens": 0},
+    ],
+)
+def test_errors_name_the_field_as_the_client_does(fields: dict[str, Any]) -> None:
+    name = next(iter(fields))
+    with pytest.raises(RequestError, match=f"^{name}={fields[name]}: ") as caught:
+        parse(ChatRequest, CHAT | fields).to_sampling_params({})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed"),
+    [
+        ({"temperature": 2.0}, True), ({"temperature": -0.1}, False), ({"top_p": 1.0}, True), ({"top_p": 0.0}, False),
+        ({"top_p": 1.01}, False), ({"top_k": -1}, True), ({"top_k": 0}, True), ({"top_k": -2}, False), ({"min_p": 1.0}, True),
+        ({"min_p": 1.1}, False), ({"repetition_penalty": 0.0}, False), ({"presence_penalty": -2.0}, True),
+        ({"presence_penalty": 2.1}, False), ({"frequency_penalty": -2.1}, False), ({"logit_bias": {"5": 100}}, True),
+        ({"logit_bias": {"5": 100.5}}, False), ({"seed": -(2**63)}, True), ({"seed": 2**63}, False), ({"n": 0}, False),
+        ({"n": 129}, False), ({"stop": list("abcde")}, True), ({"stop": []}, True), ({"stop": ""}, False),
+        ({"stop": ["a", ""]}, False), ({"max_tokens": 0}, False), ({"min_tokens": 3, "max_tokens": 2}, False),
+        ({"stop_token_ids": [-1]}, False), ({"temperature": None, "n": None, "stop": None, "seed": None}, True),
+    ],
+)  # fmt: skip
+def test_ranges_are_those_of_openai_and_vllm(fields: dict[str, Any], allowed: bool) -> None:
+    for model, data in ((ChatRequest, CHAT), (CompletionRequest, {"prompt": [1]})):
+        request = parse(model, data | fields)
+        if allowed:
+            request.to_sampling_params({})
+            continue
+        with pytest.raises(RequestError) as caught:
+            request.to_sampling_params({})
+        assert caught.value.param == next(iter(fields))
 
 
 @pytest.mark.parametrize("name", sorted(HARMLESS))
@@ -253,7 +293,12 @@ def test_text_offsets_point_into_the_text(tokenizer: Tokenizer, seed: int) -> No
     for position, offset in enumerate(offsets):
         before = b"".join(TokenTexts(tokenizer).bytes_of(i) for i in ids[:position])
         assert offset == len(before.decode(errors="ignore"))
-    assert [len(top) for top in (first.top_logprobs or []) + (second.top_logprobs or [])] == [1] * len(ids)
+    tops = (first.top_logprobs or []) + (second.top_logprobs or [])
+    for token_id, top in zip(ids, tops, strict=True):
+        texts = TokenTexts(tokenizer)
+        assert top.keys() == {texts.text_of(token_id), texts.text_of((token_id + 1) % 320)}, (
+            "the chosen one as well"
+        )
 
 
 def test_token_bytes_of_byte_fallback_vocabularies(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""Model code reads no tensor's value on the host: it runs on torch's meta device, where there are no values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from moe_runtime.core import ForwardBatch, LayerPlacement
+from moe_runtime.dispatch.base import plan_dispatch
+from moe_runtime.models.decoder import Decoder
+from moe_runtime.models.registry import load_spec
+from tests.helpers.tiny_models import FAMILIES, tiny_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from moe_runtime.core import Routing
+    from moe_runtime.experts.base import ExpertWeights
+
+META = torch.device("meta")
+
+
+class ShapesOnly:
+    """Attention and experts reduced to their shapes, planning the dispatch on the way."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.placement = LayerPlacement(
+            slot_to_expert_Np=torch.arange(num_experts).view(1, -1),
+            expert_to_slot_E=torch.arange(num_experts, device=META),
+        )
+        self.moe_calls = 0
+
+    def run(
+        self, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, layer: int, plan: Any
+    ) -> torch.Tensor:
+        return torch.empty_like(q_THd)
+
+    def moe(
+        self,
+        moe_layer: int,
+        x_TD: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        max_num_tokens: int,
+        meanwhile: Callable[[], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        plan = plan_dispatch(routing, self.placement, 0, max_num_tokens)
+        assert plan.global_slot_TK.device == META
+        self.moe_calls += 1
+        return torch.empty_like(x_TD) if meanwhile is None else meanwhile()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoder_runs_without_values(family: str, num_tokens: int, tmp_path: Path, seed: int) -> None:
+    tiny_config(family, seed, architectures=[FAMILIES[family][1]]).save_pretrained(tmp_path)
+    spec, _ = load_spec(tmp_path)
+    decoder = Decoder(spec, [spec.num_experts] * spec.num_moe_layers, torch.bfloat16, META)
+    whole = torch.empty(num_tokens, dtype=torch.int64, device=META)
+    batch = ForwardBatch(
+        input_ids_T=whole,
+        positions_T=whole,
+        slot_mapping_T=whole,
+        block_tables_BM=torch.empty(1, 1, dtype=torch.int32, device=META),
+        query_starts_B1=torch.empty(2, dtype=torch.int32, device=META),
+        seq_lens_B=torch.empty(1, dtype=torch.int32, device=META),
+        query_lens=[num_tokens],
+        seq_lens=[num_tokens],
+        logit_rows=whole[:1],
+        max_num_tokens=num_tokens,
+    )
+    shapes = ShapesOnly(spec.num_experts)
+    with torch.inference_mode():
+        logits = decoder(batch, shapes, None, shapes.moe)
+    assert logits.device == META
+    assert logits.shape == (min(1, num_tokens), spec.vocab_size)
+    assert logits.dtype == torch.float32
+    assert shapes.moe_calls == spec.num_moe_layers
