@@ -59,7 +59,9 @@ class Started:
 
     def ours(self) -> list[psutil.Process]:
         """Those of `alive` that are not torchrun's own: ranks and the front-end."""
-        return [p for p in self.alive() if not any(word in line for line in command_line(p) for word in _TORCHRUN)]
+        return [
+            p for p in self.alive() if not any(word in line for line in command_line(p) for word in _TORCHRUN)
+        ]
 
     def left_files(self) -> list[str]:
         """Sockets and their folders, and shared memory."""
