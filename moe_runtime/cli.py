@@ -76,7 +76,15 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_arguments(self, argv: Sequence[str]) -> Arguments:
         """Raises ConfigError on anything that is not understood. Leaves the process on --help and --version."""
-        namespace, unknown = self.parse_known_args([_with_hyphens(a) for a in argv])
+        arguments = [_with_hyphens(a) for a in argv]
+        try:
+            namespace, unknown = self.parse_known_args(arguments)
+        except ConfigError:
+            # The value of an unknown flag was perhaps taken for MODEL; the mistake is the flag.
+            flags = [a for a in arguments if a.startswith("--") and a.partition("=")[0] not in self.flags]
+            if flags:
+                self._refuse(flags)
+            raise
         if unknown:
             self._refuse(unknown)
         given: dict[str, Given] = namespace.__dict__.pop("settings", {})

@@ -15,12 +15,13 @@ from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.messages import Ready
 from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
 from moe_runtime.engine.scheduler import Scheduler
-from moe_runtime.errors import ConfigError
+from moe_runtime.errors import CapacityError, ConfigError
 from moe_runtime.models.registry import load_adapter, load_spec
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.moe import ExpertParallelMoe
 from moe_runtime.placement.layout import contiguous, layer_placement
-from moe_runtime.weights.loader import load_weights
+from moe_runtime.topology import free_memory_bytes
+from moe_runtime.weights.loader import load_weights, weight_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +52,8 @@ class RankBuilder:
     ) -> None:
         self.config, self.topology, self.report = config, topology, report
         self._spec_json = ""
-        self.stages = (self.read_config, self.decide, self.load, self.connect, self.reserve)
+        # What needs no time comes before the weights, so that its mistakes are told at once.
+        self.stages = (self.read_config, self.decide, self.connect, self.load, self.reserve)
 
     def read_config(self) -> None:
         """The model's shape, read by rank 0 alone: what reads it takes long to import."""
@@ -80,6 +82,13 @@ class RankBuilder:
     def load(self) -> None:
         """The weights this rank keeps."""
         local = [layer[self.topology.rank] for layer in self.placement.slots]
+        needed = weight_bytes(self.spec, [len(slots) for slots in local], self.dtype)
+        free = free_memory_bytes(self.topology)
+        if needed > free:
+            raise CapacityError(
+                f"the weights of a rank take {needed / 2**30:.2f} GiB, but {free / 2**30:.2f} GiB is free for it;"
+                " free memory, use more ranks on more hosts, or a smaller dtype"
+            )
         self.decoder = load_weights(
             Path(self.config.model),
             self.spec,

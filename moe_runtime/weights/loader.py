@@ -94,6 +94,12 @@ def load_with_report(
     return decoder, report
 
 
+def weight_bytes(spec: ModelSpec, num_slots_per_moe_layer: Sequence[int], dtype: torch.dtype) -> int:
+    """What a decoder with so many expert slots in each MoE layer will take; allocates nothing."""
+    decoder = Decoder(spec, num_slots_per_moe_layer, dtype, "meta")
+    return sum(parameter.numel() * parameter.element_size() for parameter in decoder.parameters())
+
+
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a checkpoint folder in the hub's layout: one file, or shards and an index.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 EP = 2
 # The cache is small, so that the machine's memory does not matter.
 FLAGS = ("--num-kv-blocks", "256", "--max-num-seqs", "4")
+PLAIN = (sys.executable,)
 END_S = 10.0
 DRAIN_S = 30.0
 LONG = {"prompt": [40, 50, 60], "max_tokens": 500, "ignore_eos": True}
@@ -177,3 +180,40 @@ def test_a_rank_that_is_silent_too_long_ends_all(
         # The one that is suspended cannot leave by itself.
         assert server.wait_gone(END_S) != 0
         assert f"rank {1 - victim} failed: LockstepError" in server.log()
+
+
+LOADING = [("rank 0", signal.SIGKILL), ("front-end", signal.SIGKILL)]
+LOADING_TOO = [
+    *((who, signum) for who in ("rank 0", "rank 1", "front-end") for signum in (signal.SIGKILL, signal.SIGTERM)),
+    *(("command", signum) for signum in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)),
+]
+
+
+@pytest.mark.parametrize(
+    ("who", "signum"),
+    [*LOADING, *(pytest.param(*case, marks=pytest.mark.slow) for case in LOADING_TOO if case not in LOADING)],
+)
+def test_an_end_while_starting_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, who: str, signum: signal.Signals, seed: int
+) -> None:
+    # Anywhere from the first line of a process to the end of loading.
+    delay_s = random.Random(seed).choice([0.0, 0.3, 1.0, 2.0, 4.0])
+    with RealServer(checkpoint, EP, tmp_path / "log", *FLAGS, launcher=PLAIN, wait=False) as server:
+        if who == "command":
+            pid = server.first.pid
+            server.rank(0)
+        else:
+            pid = (server.front_end() if who == "front-end" else server.rank(int(who[-1]))).pid
+        time.sleep(delay_s)
+        os.kill(pid, signum)
+        server.wait_gone(END_S)
+        assert "Traceback" not in server.log()
+
+
+@pytest.mark.slow
+def test_a_rank_killed_while_nothing_happens(checkpoint: Path, tmp_path: Path) -> None:
+    with RealServer(checkpoint, EP, tmp_path / "log", *FLAGS) as server:
+        time.sleep(3)
+        server.rank(1).kill()
+        assert {answer for answer in answers_until_refused(server) if answer[0] != 200} == {(503, "engine_dead")}
+        assert server.wait_gone(END_S) != 0

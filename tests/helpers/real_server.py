@@ -35,9 +35,10 @@ class RealServer(Started):
         *flags: str,
         launcher: tuple[str, ...] = TORCHRUN,
         wait: bool = True,
+        port: int | None = None,
     ) -> None:
-        """`launcher`: the command in front of launch/serve.py."""
-        self.port = free_port()
+        """`launcher`: the command in front of launch/serve.py. `port`: a free one by default."""
+        self.port = port or free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self._ep, self._wait = ep, wait
         command = [*launcher, SERVE, "--ep", str(ep), "--model", str(model), "--port", str(self.port)]

@@ -131,6 +131,7 @@ def test_one_setting_given_one_value_twice_is_accepted() -> None:
         (["--dtype", "int3"], "bfloat16"),
         (["--port"], "--port"),
         (["a", "b"], "'b'"),
+        (["--model", "a", "--prot", "80"], "nearest valid one is --port"),
         (["--enable-prefix-caching=no"], "--enable-prefix-caching"),
     ],
 )
