@@ -8,6 +8,7 @@ import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_runtime.server.errors import ApiError, as_api_error, invalid
@@ -47,6 +48,8 @@ class Gate:
             else:
                 with self._state.in_flight():
                     await self._app(scope, receive, answer.send)
+        except ClientDisconnect:
+            logger.debug("the client left within its request for %s", scope["path"])
         except Exception as exc:
             logger.exception("error while answering %s %s", scope["method"], scope["path"])
             if answer.status:
