@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import resource
 import select
 import shlex
 import signal
@@ -21,6 +22,7 @@ from typing import Any, Self
 import httpx
 import pytest
 
+from moe_runtime.server.main import allow_many_connections
 from tests.helpers.live_server import MODEL, make_folder
 from tests.helpers.rank_tasks import RankTask
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE
@@ -204,3 +206,16 @@ def test_an_address_that_cannot_be_had_is_one_clear_line(folder: Path, host: str
     if host == "127.0.0.1":
         assert str(port) in line
         assert "--port" in line
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        allow_many_connections()
+        raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert raised == (65536 if hard == resource.RLIM_INFINITY else min(65536, hard))
+        allow_many_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (raised, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

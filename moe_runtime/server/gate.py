@@ -50,10 +50,11 @@ class Gate:
                 with self._state.in_flight():
                     await self._app(scope, receive, answer.send)
         except asyncio.CancelledError:
-            # The server ends, and this request's body has not arrived, say.
-            if answer.status or (refused := self._state.refusal()) is None:
+            # uvicorn, at its end, for a client that has not sent its request yet, or does not read its answer.
+            if (refused := self._state.refusal()) is None:
                 raise
-            await error_response(refused)(scope, receive, answer.send)
+            if not answer.status:
+                await error_response(refused)(scope, receive, answer.send)
         except ClientDisconnect:
             logger.debug("the client left within its request for %s", scope["path"])
         except Exception as exc:

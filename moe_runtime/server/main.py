@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 from typing import TYPE_CHECKING, TypeVar
@@ -31,6 +32,7 @@ PARENT_DIED = signal.SIGUSR2
 """What the kernel sends when rank 0 ends. Can be caught, unlike SIGKILL: clients are still told."""
 STOP_NOW = signal.SIGUSR1
 DRAIN = signal.SIGTERM
+_OPEN_FILES = 65536
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     # Ctrl-C is rank 0's to handle: it sends STOP_NOW.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(PARENT_DIED, args.parent)
+    allow_many_connections()
     server_json = sys.stdin.read() if args.server_json == "-" else args.server_json
     engine, server = _decode(args.engine_json, EngineConfig), _decode(server_json, ServerConfig)
     _setup_logging(engine.log_level)
@@ -74,6 +77,14 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {exc}", file=sys.stderr, flush=True)  # noqa: T201 - for the user, in one line
         logger.debug("traceback:", exc_info=exc)
         return 1
+
+
+def allow_many_connections() -> None:
+    """Raise this process's own limit of open files, commonly 1024 and soon reached by clients that keep connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _serve(engine: EngineConfig, server: ServerConfig, link: str) -> int:
