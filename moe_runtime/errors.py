@@ -30,6 +30,10 @@ class RequestError(MoeRuntimeError):
         self.param = param
 
 
+class PromptTooLongError(RequestError):
+    """A prompt leaves no room in the context."""
+
+
 class OverloadedError(MoeRuntimeError):
     """Too many requests are waiting, or the server is shutting down; later may work. Becomes HTTP 503."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.server import transport
 from tests.helpers.live_server import MODEL, LiveServer, make_folder
 from tests.helpers.rank_tasks import REFUSED_TOKEN
@@ -101,6 +103,44 @@ def test_bodies_have_a_limit(http: httpx.Client, monkeypatch: pytest.MonkeyPatch
     answer = http.post("/v1/completions", json=fits | {"user": "a" * 300_000})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "request_too_large")
     assert "100000" in answer.json()["error"]["message"]
+
+
+def test_texts_that_never_fit_are_refused_without_encoding_all(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str, *args: Any, **kwargs: Any) -> list[int]:
+        if "at_most" not in kwargs and len(args) < 2:
+            lengths.append(len(text))
+        return encode(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    text = "a " * 2_000_000
+    for path, body, param in (
+        ("/v1/completions", {"prompt": text}, "prompt"),
+        ("/v1/completions", {"prompt": ["x", text]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}, "messages"),
+    ):
+        error = http.post(path, json=body).json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert 0 < max(lengths) < 10_000
+    # /tokenize counts what no context holds, within reason.
+    assert http.post("/tokenize", json={"prompt": text[:100_001]}).json()["count"] == 50_001
+    assert http.post("/tokenize", json={"prompt": text}).status_code == 400
+
+
+def test_a_client_that_leaves_within_its_request_is_no_error(
+    server: LiveServer, http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = int(server.base_url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+        server.wait_for(lambda: server.life.state.num_in_flight == 1)
+    server.wait_for(lambda: server.life.state.num_in_flight == 0)
+    assert http.get("/health").status_code == 200
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_api_key(tmp_path_factory: pytest.TempPathFactory) -> None:

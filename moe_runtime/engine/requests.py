@@ -15,7 +15,7 @@ import msgspec
 from moe_runtime.core import SamplingParams
 from moe_runtime.engine.messages import Submit
 from moe_runtime.engine.tokenizer import Tokenizer
-from moe_runtime.errors import CheckpointError, RequestError
+from moe_runtime.errors import CheckpointError, PromptTooLongError, RequestError
 
 
 class PromptDict(TypedDict, total=False):
@@ -63,13 +63,13 @@ def check_request(
 
     `max_tokens` larger than the room behind the prompt is cut to it; such a completion ends with `length`.
     """
-    text, ids = _prompt_ids(prompt, tokenizer)
+    text, ids = _prompt_ids(prompt, tokenizer, limits.max_model_len)
     _check_ids(ids, limits.vocab_size, "prompt")
     if not ids:
         raise RequestError("the prompt is empty: at least one token is needed", "prompt")
     room = limits.max_model_len - len(ids)
     if room < 1:
-        raise RequestError(
+        raise PromptTooLongError(
             f"the prompt has {len(ids)} tokens, but prompt and output together may have at most "
             f"{limits.max_model_len} (max_model_len), at least one of them output",
             "prompt",
@@ -100,7 +100,9 @@ def completion_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
+def _prompt_ids(
+    prompt: Prompt, tokenizer: Tokenizer | None, max_model_len: int
+) -> tuple[str | None, list[int]]:
     if isinstance(prompt, str):
         prompt = PromptDict(prompt=prompt)
     if not isinstance(prompt, Mapping):
@@ -120,7 +122,7 @@ def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None
             "a text prompt needs a tokenizer, and this engine runs without (skip_tokenizer_init): send token ids",
             "prompt",
         )
-    return text, tokenizer.encode(text or "")
+    return text, tokenizer.encode(text or "", at_most=max_model_len)
 
 
 def _as_ids(ids: Any) -> list[int]:

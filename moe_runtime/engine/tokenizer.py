@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.config import EngineConfig
-from moe_runtime.errors import CheckpointError, ConfigError, RequestError
+from moe_runtime.errors import CheckpointError, ConfigError, PromptTooLongError, RequestError
+
+_LONG_TEXT = 4096
+"""Characters from which encoding takes long enough to matter to others."""
+_CUT_TOKENS = 256
 
 
 class Tokenizer:
@@ -30,11 +34,30 @@ class Tokenizer:
         self.token_text = functools.lru_cache(maxsize=65536)(self._token_text)
         """Text of one token id alone; parts of a character show as U+FFFD."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Special tokens such as BOS are added as the tokenizer defines."""
-        if self._fast is not None:
+    def encode(self, text: str, add_special_tokens: bool = True, at_most: int | None = None) -> list[int]:
+        """Token ids of `text`. Special tokens such as BOS are added as the tokenizer defines.
+
+        Raises PromptTooLongError if there are far more than `at_most`, at the cost of about that many: a request body may
+        have millions. A text that has a few too many is encoded like any other.
+        """
+        if at_most is not None:
+            self._refuse_far_too_long(text, at_most)
+        if self._fast is None:
+            return self.hf.encode(text, add_special_tokens=add_special_tokens)
+        if len(text) < _LONG_TEXT:
             return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
-        return self.hf.encode(text, add_special_tokens=add_special_tokens)
+        # Unlike `encode`, this lets other threads run.
+        return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def _refuse_far_too_long(self, text: str, at_most: int) -> None:
+        length = 2 * at_most + _CUT_TOKENS
+        while length < len(text):
+            # The cut can only change the tokens next to it.
+            if len(self.encode(text[:length], add_special_tokens=False)) > at_most + _CUT_TOKENS:
+                raise PromptTooLongError(
+                    f"the text has far more than {at_most} tokens: {len(text)} characters", "prompt"
+                )
+            length *= 4
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Spaces are never cleaned up: that would corrupt code, and cannot be streamed."""

@@ -52,6 +52,7 @@ class ChatJob:
             add_generation_prompt=request.opens_turn,
             continue_final_message=bool(request.continue_final_message),
             variables=request.chat_template_kwargs,
+            at_most=context.max_model_len,
         )
         context.check_prompt(ids, params, "messages")
         return cls(context, request, [ids], params)

@@ -11,6 +11,7 @@ from typing import Any
 
 from moe_runtime.core import SamplingParams
 from moe_runtime.engine.tokenizer import Tokenizer
+from moe_runtime.errors import PromptTooLongError
 from moe_runtime.server.errors import ApiError, invalid
 from moe_runtime.server.protocol import ChatMessage, DetokenizeRequest, TokenizeRequest
 from moe_runtime.server.responses import ModelCard, Text, Tokens
@@ -29,6 +30,9 @@ _RESERVED = (
     *("return_dict", "return_assistant_tokens_mask"),
 )
 """Arguments of the rendering function itself; in chat_template_kwargs they would not reach the template."""
+
+_COUNTED_TOKENS = 500_000
+"""/tokenize takes longer texts than the context holds, but not much longer than this."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ class ModelContext:
             )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. Raises ApiError if the server works without a tokenizer."""
-        return self._need_tokenizer().encode(text, add_special_tokens=add_special_tokens)
+        """Token ids of a prompt. Raises ApiError without a tokenizer, PromptTooLongError if it can never fit."""
+        return self._need_tokenizer().encode(text, add_special_tokens, self.max_model_len)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         return self._need_tokenizer().decode(ids, skip_special_tokens=skip_special_tokens)
@@ -76,8 +80,12 @@ class ModelContext:
         add_generation_prompt: bool,
         continue_final_message: bool,
         variables: Mapping[str, Any] | None,
+        at_most: int,
     ) -> list[int]:
-        """Token ids of a conversation, through the chat template. The template writes special tokens itself."""
+        """Token ids of a conversation, through the chat template. The template writes special tokens itself.
+
+        Raises PromptTooLongError if there are far more than `at_most`.
+        """
         variables = dict(variables or {})
         taken = [name for name in _RESERVED if name in variables]
         if taken:
@@ -89,7 +97,10 @@ class ModelContext:
             continue_final_message=continue_final_message,
             template_kwargs=variables,
         )
-        return tokenizer.encode(text, add_special_tokens=False)
+        try:
+            return tokenizer.encode(text, add_special_tokens=False, at_most=at_most)
+        except PromptTooLongError as exc:
+            raise PromptTooLongError(str(exc), "messages") from None
 
     def check_prompt(self, ids: list[int], params: SamplingParams, param: str) -> None:
         """Raises ApiError if a prompt is empty, has unknown ids, or leaves no room for the tokens asked for."""
@@ -117,9 +128,12 @@ class ModelContext:
                 add_generation_prompt=request.opens_turn,
                 continue_final_message=bool(request.continue_final_message),
                 variables=request.chat_template_kwargs,
+                at_most=_COUNTED_TOKENS,
             )
         else:
-            ids = self.encode(request.prompt or "", add_special_tokens=request.add_special_tokens)
+            ids = self._need_tokenizer().encode(
+                request.prompt or "", request.add_special_tokens, _COUNTED_TOKENS
+            )
         pieces = self._need_tokenizer().hf.convert_ids_to_tokens(ids) if request.return_token_strs else None
         return Tokens(len(ids), self.max_model_len, ids, pieces)
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_runtime.errors import CapacityError, EngineDeadError, OverloadedError, RequestError
+from moe_runtime.errors import (
+    CapacityError,
+    EngineDeadError,
+    OverloadedError,
+    PromptTooLongError,
+    RequestError,
+)
 
 RETRY_OVERLOAD_S = 1
 RETRY_LOADING_S = 5
@@ -69,6 +75,8 @@ def as_api_error(exc: BaseException) -> ApiError:
     """The answer for any exception. What was not raised on purpose becomes a 500 that tells nothing of the inside."""
     if isinstance(exc, ApiError):
         return exc
+    if isinstance(exc, PromptTooLongError):
+        return invalid(str(exc), exc.param, "context_length_exceeded")
     if isinstance(exc, RequestError):
         return invalid(str(exc), exc.param)
     if isinstance(exc, CapacityError):
