@@ -114,7 +114,7 @@ def check_rank_count(ep: int) -> None:
 
 def run_rank(engine: EngineConfig, server: ServerConfig) -> int:
     """This process is one rank; rank 0 also starts the front-end."""
-    from moe_runtime.engine.frontend_link import make_socket_folder
+    from moe_runtime.engine.socket_folder import make_socket_folder
 
     if server.served_model_name is None:
         name = engine.model if engine.model == "demo" else Path(engine.model).resolve().name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -139,6 +140,22 @@ def test_a_dead_rank_ends_everything_with_an_error(folder: Path, pool: ThreadPoo
             check_503(httpx.get(live.base_url + path), "engine_dead")
         assert "moe_runtime:" in httpx.get(live.base_url + "/metrics").text
         assert live.join() == 1
+
+
+def test_a_request_that_has_not_arrived_does_not_hold_up_the_end(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LiveServer(folder) as live:
+        port = int(live.base_url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+            time.sleep(0.2)
+            began = time.monotonic()
+            live.call(live.life.drain)
+            assert live.join() == 0
+            assert time.monotonic() - began < 15, "shutdown_timeout is 25 s"
+            assert b" 503 " in sock.recv(4096)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_death_counts_for_more_than_draining(folder: Path, pool: ThreadPoolExecutor) -> None:

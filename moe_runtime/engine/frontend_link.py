@@ -8,7 +8,6 @@ import functools
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,16 +16,8 @@ import zmq
 import zmq.asyncio
 
 from moe_runtime.engine.messages import Command, Progress, RankMessage, Ready, Tick
+from moe_runtime.engine.socket_folder import make_socket_folder
 from moe_runtime.errors import ConfigError, EngineDeadError
-
-# The kernel allows 107 bytes for the path of a socket.
-_LONGEST_TEMPDIR = 70
-
-
-def make_socket_folder() -> Path:
-    """A new private (0700) folder whose path is short enough for a socket in it."""
-    long = len(tempfile.gettempdir()) > _LONGEST_TEMPDIR
-    return Path(tempfile.mkdtemp(prefix="moe-runtime-", dir="/tmp" if long else None))
 
 
 class FrontendLink:

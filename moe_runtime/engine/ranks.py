@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from moe_runtime.config import EngineConfig
+from moe_runtime.engine.socket_folder import RENDEZVOUS
 from moe_runtime.watchdog import PEER_DIED_EXIT_CODE
 
 WORKER = "moe_runtime.engine.worker"
@@ -36,7 +37,7 @@ class LocalRanks:
         """
         command = [sys.executable, "-P", "-m", worker]
         command += ["--link", address, "--config-json", msgspec.json.encode(config).decode()]
-        command += ["--rendezvous", f"file://{folder}/rendezvous", "--parent", str(os.getpid())]
+        command += ["--rendezvous", f"file://{folder / RENDEZVOUS}", "--parent", str(os.getpid())]
         ranks = cls([])
         try:
             for rank in range(config.ep):

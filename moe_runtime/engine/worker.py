@@ -11,12 +11,14 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from moe_runtime import errors
 from moe_runtime.config import EngineConfig
+from moe_runtime.engine.socket_folder import remove_socket_folder
 from moe_runtime.watchdog import Watchdog, die_with_parent
 
 if TYPE_CHECKING:
@@ -134,9 +136,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rendezvous", help="file:// address where the ranks meet")
     parser.add_argument("--parent", required=True, type=int, help="process id of the program")
     args = parser.parse_args(argv)
-    # The program is a thread of its own process: watching it by pidfd is what counts; this covers the time before.
-    die_with_parent(signal.SIGKILL, args.parent)
     watchdog = Watchdog()
+    if os.environ["RANK"] == "0":
+        # Whoever would do it otherwise is gone then; so this rank must not be killed by the kernel.
+        watchdog.before_end(partial(remove_socket_folder, args.link))
+    else:
+        # Until the watchdog watches.
+        die_with_parent(signal.SIGKILL, args.parent)
     watchdog.watch(args.parent, "the program that started this rank")
     config = msgspec.json.decode(args.config_json, type=EngineConfig)
     setup_logging(config.log_level)

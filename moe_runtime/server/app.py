@@ -176,7 +176,8 @@ def _api_router(state: ServerState) -> APIRouter:
 
 async def _prepared(state: ServerState, request: Request, prepare: Callable[[ModelContext, Any], P]) -> P:
     """`prepare` applied to the request's JSON; large ones in a thread, so that others do not wait."""
-    body = await read_body(request)
+    with state.receiving():
+        body = await read_body(request)
     context = state.need().context
     if len(body) <= _INLINE_BYTES:
         return prepare(context, decode_json(body))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -48,6 +49,11 @@ class Gate:
             else:
                 with self._state.in_flight():
                     await self._app(scope, receive, answer.send)
+        except asyncio.CancelledError:
+            # The server ends, and this request's body has not arrived, say.
+            if answer.status or (refused := self._state.refusal()) is None:
+                raise
+            await error_response(refused)(scope, receive, answer.send)
         except ClientDisconnect:
             logger.debug("the client left within its request for %s", scope["path"])
         except Exception as exc:

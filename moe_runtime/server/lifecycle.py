@@ -18,10 +18,10 @@ import uvicorn
 from moe_runtime.config import EngineConfig, ServerConfig
 from moe_runtime.engine.async_llm import AsyncLLM
 from moe_runtime.engine.frontend_link import FrontendLink
+from moe_runtime.engine.socket_folder import remove_socket_folder
 from moe_runtime.server.app import create_app
 from moe_runtime.server.context import ModelContext
 from moe_runtime.server.metrics import ServerMetrics
-from moe_runtime.server.sockets import remove_link
 from moe_runtime.server.state import Phase, ServerState, Serving
 from moe_runtime.server.stats_log import log_stats
 
@@ -181,7 +181,7 @@ class Lifecycle:
                 task.cancel()
             await asyncio.gather(loading, ending, return_exceptions=True)
             # All ranks are connected, or never will be. Rank 0 may be killed before it can remove this itself.
-            remove_link(self._link_address)
+            remove_socket_folder(self._link_address)
         self._open(llm)
         return llm
 

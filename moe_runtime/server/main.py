@@ -18,8 +18,9 @@ import sys
 from typing import TYPE_CHECKING, TypeVar
 
 from moe_runtime.config import EngineConfig, ServerConfig
+from moe_runtime.engine.socket_folder import remove_socket_folder
 from moe_runtime.errors import MoeRuntimeError
-from moe_runtime.server.sockets import listen, remove_link
+from moe_runtime.server.sockets import listen
 from moe_runtime.watchdog import die_with_parent
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def leave(_signum: int, _frame: FrameType | None) -> None:
         # Rank 0 may be gone too, and with it whoever else would do this.
-        remove_link(args.link)
+        remove_socket_folder(args.link)
         os._exit(1)
 
     # Before anything slow: a signal sent to a process without handlers kills it.

@@ -1,15 +1,12 @@
-"""The front-end's two sockets: where clients connect, and where the ranks do. Imports nothing slow."""
+"""The socket where clients connect. Imports nothing slow."""
 
 from __future__ import annotations
 
-import contextlib
 import socket
-from pathlib import Path
 
 from moe_runtime.errors import ConfigError
 
 _BACKLOG = 2048
-_IPC = "ipc://"
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -34,12 +31,3 @@ def listen(host: str, port: int) -> socket.socket:
     sock.setblocking(False)
     sock.set_inheritable(False)
     return sock
-
-
-def remove_link(address: str) -> None:
-    """Remove the file of the ranks' socket and its folder, if it has one. Those connected stay so."""
-    if address.startswith(_IPC):
-        path = Path(address.removeprefix(_IPC))
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-            path.parent.rmdir()

@@ -70,14 +70,20 @@ class ServerState:
     @contextlib.contextmanager
     def in_flight(self) -> Iterator[None]:
         """Counts a request that draining has to wait for."""
-        self.num_in_flight += 1
-        self._idle.clear()
+        self._count(1)
         try:
             yield
         finally:
-            self.num_in_flight -= 1
-            if not self.num_in_flight:
-                self._idle.set()
+            self._count(-1)
+
+    @contextlib.contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Within `in_flight`, while the body arrives: draining does not wait for that, since it would be refused."""
+        self._count(-1)
+        try:
+            yield
+        finally:
+            self._count(1)
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request runs. False if some still do after `timeout_s`."""
@@ -86,3 +92,10 @@ class ServerState:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), max(timeout_s, 0.0))
         return not self.num_in_flight
+
+    def _count(self, change: int) -> None:
+        self.num_in_flight += change
+        if self.num_in_flight:
+            self._idle.clear()
+        else:
+            self._idle.set()

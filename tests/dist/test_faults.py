@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from tests.helpers.real_server import RealServer
+from tests.helpers.started import Started
 from tests.helpers.tiny_models import make_tiny
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
@@ -217,3 +218,16 @@ def test_a_rank_killed_while_nothing_happens(checkpoint: Path, tmp_path: Path) -
         server.rank(1).kill()
         assert {answer for answer in answers_until_refused(server) if answer[0] != 200} == {(503, "engine_dead")}
         assert server.wait_gone(END_S) != 0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_program_that_ends_while_its_llm_starts_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, signum: signal.Signals, seed: int
+) -> None:
+    script = f"from moe_runtime import LLM; LLM(model={str(checkpoint)!r}, ep=2, num_kv_blocks=64); input()"
+    with Started([sys.executable, "-c", script], tmp_path / "log") as program:
+        while len(program.alive()) < 3:
+            assert program.first.poll() is None, program.log()
+        time.sleep(random.Random(seed).uniform(0.0, 3.0))
+        program.first.send_signal(signum)
+        assert program.wait_gone(END_S) == -signum

@@ -13,6 +13,7 @@ from typing import Self
 
 import psutil
 
+ROOT = Path(__file__).resolve().parents[2]
 _MARK = "MOE_RUNTIME_TEST_RUN"
 _TORCHRUN = ("torch.distributed.run", "quiet_torchrun.py")
 
@@ -32,7 +33,13 @@ class Started:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._folder), _MARK: self._mark}
         with self._log_path.open("w") as log:
             self.first = subprocess.Popen(
-                self._command, stdout=log, stderr=log, env=env, start_new_session=True
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=env,
+                start_new_session=True,
+                cwd=ROOT,
             )
         return self
 
@@ -42,7 +49,7 @@ class Started:
             for process in left:
                 process.kill()
             psutil.wait_procs(left, 1)
-        self.first.wait()
+        self.first.communicate()
         shutil.rmtree(self._folder)
 
     def alive(self, **env: str) -> list[psutil.Process]:
@@ -81,6 +88,10 @@ class Started:
         code = self.first.wait(60)
         _, left = psutil.wait_procs(self.alive(), 60)
         assert not left, f"still there: {left}\n{self.log()}"
+        # Another server of this machine may have shared memory with a name, for a moment.
+        grace = time.monotonic() + 3
+        while self.left_files() and time.monotonic() < grace:
+            time.sleep(0.1)
         assert not self.left_files(), self.log()
         return code
 
