@@ -169,7 +169,7 @@ def test_ctrl_c_stops_at_once(checkpoint: Path, tmp_path: Path, pool: ThreadPool
         assert "ERROR" not in server.log()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_silent_too_long_ends_all(
     checkpoint: Path, tmp_path: Path, pool: ThreadPoolExecutor, victim: int
 ) -> None:
