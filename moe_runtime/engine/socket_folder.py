@@ -6,6 +6,8 @@ import contextlib
 import tempfile
 from pathlib import Path
 
+from moe_runtime.errors import CapacityError
+
 # The kernel allows 107 bytes for the path of a socket.
 _LONGEST_TEMPDIR = 70
 _IPC = "ipc://"
@@ -14,9 +16,12 @@ RENDEZVOUS = "rendezvous"
 
 
 def make_socket_folder() -> Path:
-    """A new folder (0700) whose path is short enough for a socket in it."""
-    long = len(tempfile.gettempdir()) > _LONGEST_TEMPDIR
-    return Path(tempfile.mkdtemp(prefix="moe-runtime-", dir="/tmp" if long else None))
+    """A new folder (0700) whose path is short enough for a socket in it. Raises CapacityError if there can be none."""
+    try:
+        long = len(tempfile.gettempdir()) > _LONGEST_TEMPDIR
+        return Path(tempfile.mkdtemp(prefix="moe-runtime-", dir="/tmp" if long else None))
+    except OSError as error:
+        raise CapacityError(f"no temporary folder can be made: {error}; set TMPDIR to another") from error
 
 
 def remove_socket_folder(address: str) -> None:
