@@ -322,9 +322,11 @@ def save(result: dict[str, Any], outcomes: list[Outcome], args: argparse.Namespa
 
 
 async def describe_server(http: httpx.AsyncClient) -> dict[str, Any]:
-    """What /server_info says; empty for servers without it."""
+    """What /server_info says, without the folder that the model lies in; empty for servers without it."""
     answer = await http.get("/server_info")
     found: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
+    if "model" in found.get("engine", {}):
+        found["engine"]["model"] = Path(found["engine"]["model"]).name
     return found
 
 
