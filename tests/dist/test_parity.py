@@ -28,6 +28,7 @@ CASES = [pytest.param(*case, id=f"{case[0]}-ep{case[1]}") for case in QUICK]
 CASES += [pytest.param(*case, id=f"{case[0]}-ep{case[1]}", marks=pytest.mark.slow) for case in FULL]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("family", "ep"), CASES)
 def test_tiny_model_matches_transformers(family: str, ep: int, tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
