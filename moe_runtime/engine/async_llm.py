@@ -152,7 +152,9 @@ class AsyncLLM:
             try:
                 ready, tokenizer = await asyncio.gather(waiting, loading)
             finally:
-                waiting.cancel()
+                for task in (waiting, loading):
+                    task.cancel()
+                await asyncio.gather(waiting, loading, return_exceptions=True)
         link.remove_folder()
         return cls(config, link, ready, tokenizer, ranks=ranks, limit_queue=limit_queue)
 
