@@ -96,7 +96,9 @@ def make_dispatcher(
     if choice.name == "collective":
         return CollectiveDispatcher(topology.data_group, config.step_timeout), choice
     one = OneSidedDispatcher(
-        topology.control_group,
+        topology.rank,
+        topology.world_size,
+        topology.all_gather_text,
         hidden_size=spec.hidden_size,
         topk=spec.top_k,
         dtype=dtype,

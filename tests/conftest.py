@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
+import httpx
+import openai
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from tests.helpers.live_server import LiveServer
 
 torch.set_num_threads(1)
 # In deterministic mode torch fills what `torch.empty` returns with NaN, so that reading it shows.
@@ -25,3 +31,16 @@ def seed(record_property: Callable[[str, object], None]) -> int:
     torch.manual_seed(value)
     random.seed(value)
     return value
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> openai.OpenAI:
+    """The real client of the module's `server`; it does not try again."""
+    return openai.OpenAI(base_url=server.base_url + "/v1", api_key="unused", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def http(server: LiveServer) -> Iterator[httpx.Client]:
+    """Bare HTTP to the module's `server`."""
+    with httpx.Client(base_url=server.base_url, timeout=30) as session:
+        yield session

@@ -50,6 +50,7 @@ class CheckedDispatcher:
         self._calls = 0
 
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Pending[ExpertBatch]:
+        """As the wrapped dispatcher's, once the arguments are known to be equal where they must."""
         slot_TK = plan.global_slot_TK
         assert x_TD.dim() == 2, f"x_TD has shape {tuple(x_TD.shape)}"
         assert x_TD.is_contiguous(), f"x_TD has strides {x_TD.stride()}"
@@ -68,6 +69,7 @@ class CheckedDispatcher:
     def combine(
         self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan, weights_TK: torch.Tensor
     ) -> Pending[torch.Tensor]:
+        """As the wrapped dispatcher's, once the arguments are known to be equal where they must."""
         assert y_SD.shape[0] == batch.row_index_S.shape[0], (
             f"{y_SD.shape[0]} of {batch.row_index_S.shape[0]} rows"
         )
@@ -76,6 +78,7 @@ class CheckedDispatcher:
         return self.inner.combine(y_SD, batch, plan, weights_TK)
 
     def close(self) -> None:
+        """Close the wrapped dispatcher."""
         self.inner.close()
 
     def _compare(self, kind: str, rows: torch.Tensor, plan: DispatchPlan) -> None:

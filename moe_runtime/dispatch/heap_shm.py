@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
-from moe_runtime.dispatch.waiting import lockstep_errors
 from moe_runtime.errors import BackendUnavailable, CapacityError, MoeRuntimeError
 
 SHM_FOLDER = Path("/dev/shm")
-# Ranks tell each other a file name or what went wrong in a message of this many bytes.
-_NOTE_BYTES = 512
+AllGatherText = Callable[[str], list[str]]
+"""Gives everyone's text by rank; collective (`Topology.all_gather_text`). Raises LockstepError if a peer is gone."""
 
 V = TypeVar("V")
 
@@ -58,21 +56,26 @@ class SharedHeap:
     segments[r]: rank r's segment as uint8 tensor; words[r]: the same memory as int64 words, for flags.
     """
 
-    def __init__(self, group: dist.ProcessGroup, bytes_per_rank: int, folder: Path = SHM_FOLDER) -> None:
-        """All ranks of the (gloo) group call this together.
+    def __init__(
+        self, rank: int, all_gather_text: AllGatherText, bytes_per_rank: int, folder: Path = SHM_FOLDER
+    ) -> None:
+        """All ranks call this together.
 
         Raises on every rank alike CapacityError if /dev/shm has too little room on any, and BackendUnavailable
         if a rank cannot open another's file. `bytes_per_rank`: a multiple of 8. `folder`: where shared memory
         has its names.
         """
-        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = rank
         name = f"moe-runtime-{os.getpid()}-{secrets.token_hex(8)}"
         own_path = folder / name
         try:
-            _agree(group, lambda: _reserve(own_path, bytes_per_rank), CapacityError)
-            names = _all_gather_text(group, name)
+            _agree(all_gather_text, lambda: _reserve(own_path, bytes_per_rank), CapacityError)
+            names = all_gather_text(name)
+            self.num_ranks = len(names)
             self._maps = _agree(
-                group, lambda: _map_all([folder / n for n in names], bytes_per_rank), BackendUnavailable
+                all_gather_text,
+                lambda: _map_all([folder / n for n in names], bytes_per_rank),
+                BackendUnavailable,
             )
         finally:
             with contextlib.suppress(FileNotFoundError):
@@ -120,7 +123,7 @@ def _map_all(paths: list[Path], size: int) -> list[mmap.mmap]:
     return maps
 
 
-def _agree(group: dist.ProcessGroup, step: Callable[[], V], kind: type[MoeRuntimeError]) -> V:
+def _agree(all_gather_text: AllGatherText, step: Callable[[], V], kind: type[MoeRuntimeError]) -> V:
     """Run a step on all ranks; if it fails on one, raise `kind` on every rank with that rank's reason."""
     result: V | None = None
     cause: Exception | None = None
@@ -128,19 +131,8 @@ def _agree(group: dist.ProcessGroup, step: Callable[[], V], kind: type[MoeRuntim
         result = step()
     except (OSError, MoeRuntimeError) as error:
         cause = error
-    notes = _all_gather_text(group, str(cause) if cause else "")
+    notes = all_gather_text(str(cause) if cause else "")
     for rank, note in enumerate(notes):
         if note:
             raise kind(f"rank {rank}: {note}") from cause
     return cast("V", result)
-
-
-def _all_gather_text(group: dist.ProcessGroup, text: str) -> list[str]:
-    """Everyone's text, cut to what fits a note."""
-    mine = torch.zeros(_NOTE_BYTES, dtype=torch.uint8)
-    raw = text.encode()[:_NOTE_BYTES]
-    mine[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
-    notes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    with lockstep_errors("set-up of the shared memory"):
-        dist.all_gather(notes, mine, group=group)
-    return [bytes(note.tolist()).rstrip(b"\0").decode(errors="ignore") for note in notes]

@@ -31,6 +31,7 @@ class LocalDispatcher:
     traffic: Traffic = field(default_factory=Traffic)
 
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Done[ExpertBatch]:
+        """The pairs (token, slot) sorted by slot, then token."""
         slot = plan.global_slot_TK.reshape(-1)
         p, K = plan.slots_per_rank, plan.global_slot_TK.shape[1]
         # Pairs without an expert sort behind the last slot.
@@ -53,6 +54,7 @@ class LocalDispatcher:
     def combine(
         self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan, weights_TK: torch.Tensor
     ) -> Done[torch.Tensor]:
+        """Sums each token's rows of y_SD with its routing weights, in float32 and in k order. Returns (T, D)."""
         pair_S: torch.Tensor = batch.handle
         slot_TK = plan.global_slot_TK
         all_present = pair_S.device.type == "cpu" and pair_S.shape[0] == slot_TK.numel()

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from moe_runtime.core import DispatchPlan, ExpertBatch
 from moe_runtime.dispatch import heap_shm
@@ -78,7 +77,7 @@ class _Handle:
 class OneSidedDispatcher:
     """Dispatcher between CPU ranks of one host.
 
-    group: gloo group, used only during construction. hidden_size, topk, dtype: the widest rows of any layer.
+    all_gather_text: how ranks meet during construction, which is collective. hidden_size, topk, dtype: the widest rows of any layer.
     buffer_bytes: shared memory of each rank. step_timeout: seconds that a peer may be late.
     is_alive(rank): whether a peer's process still runs.
     Raises CapacityError if the buffer cannot hold one row per peer or /dev/shm cannot hold the buffers.
@@ -88,7 +87,9 @@ class OneSidedDispatcher:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        rank: int,
+        num_ranks: int,
+        all_gather_text: heap_shm.AllGatherText,
         *,
         hidden_size: int,
         topk: int,
@@ -98,7 +99,6 @@ class OneSidedDispatcher:
         is_alive: IsAlive,
     ) -> None:
         self.traffic = Traffic()
-        num_ranks = dist.get_world_size(group)
         slab = slab_bytes(num_ranks, buffer_bytes)
         needed = segment_bytes(num_ranks, 1, hidden_size * dtype.itemsize, topk)
         if slab_capacity(slab, hidden_size * dtype.itemsize, topk) < 1:
@@ -106,7 +106,7 @@ class OneSidedDispatcher:
                 f"dispatch buffer of {buffer_bytes} bytes: one row of {hidden_size} x {dtype} per peer needs {needed}"
                 f" bytes per rank with {num_ranks} ranks (dispatch_buffer_mib >= {-(-needed >> 20)})"
             )
-        heap = heap_shm.SharedHeap(group, slab * 2 * max(1, num_ranks - 1))
+        heap = heap_shm.SharedHeap(rank, all_gather_text, slab * 2 * max(1, num_ranks - 1))
         self._mail = Mailboxes(heap, slab, step_timeout, is_alive)
         self._last: _Transfer | None = None
 

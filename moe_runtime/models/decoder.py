@@ -7,7 +7,7 @@ Legend: T tokens, H query heads, G KV heads, d head size, D hidden, F expert int
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,21 +27,10 @@ if TYPE_CHECKING:
     from moe_runtime.core import ForwardBatch, Routing
     from moe_runtime.models.spec import ModelSpec
 
-
-class RoutedExperts(Protocol):
-    """What runs the routed experts of a MoE layer; `moe.ExpertParallelMoe` is one."""
-
-    def __call__(
-        self,
-        moe_layer: int,
-        x_TD: torch.Tensor,
-        routing: Routing,
-        weights: ExpertWeights,
-        max_num_tokens: int,
-        meanwhile: Callable[[], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Returns (T, D): the weighted sum of the routed experts, plus `meanwhile()` where given."""
-        ...
+    RoutedExperts = Callable[
+        [int, torch.Tensor, Routing, ExpertWeights, int, Callable[[], torch.Tensor] | None], torch.Tensor
+    ]
+    """What runs the routed experts of a MoE layer; arguments and result as of `moe.ExpertParallelMoe.__call__`."""
 
 
 class Attention(nn.Module):
@@ -154,6 +143,7 @@ class DecoderLayer(nn.Module):
         moe: RoutedExperts,
         max_num_tokens: int,
     ) -> torch.Tensor:
+        """x_TD: the residual stream; `plan` is the attention backend's. Returns the stream after this layer, (T, D)."""
         x_TD = x_TD + self.attention(self.input_norm(x_TD), rotation, backend, plan)
         normed = self.mlp_norm(x_TD)
         if isinstance(self.mlp, MoeMlp):

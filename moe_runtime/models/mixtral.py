@@ -20,11 +20,13 @@ class MixtralAdapter:
     )
 
     def config(self, values: dict[str, Any]) -> Any:
+        """transformers\' configuration object of these values."""
         from transformers import MixtralConfig
 
         return MixtralConfig.from_dict(values)
 
     def spec(self, config: Any) -> ModelSpec:
+        """What the generic decoder has to be for this configuration."""
         num_layers = config.num_hidden_layers
         return ModelSpec(
             architecture=self.architectures[0],
@@ -37,6 +39,7 @@ class MixtralAdapter:
         )
 
     def rules(self, spec: ModelSpec) -> WeightRules:
+        """Names and shapes of the checkpoint\'s tensors."""
         return decoder_rules(spec, hub_moe="block_sparse_moe", hub_expert=("w1", "w3", "w2"))
 
 

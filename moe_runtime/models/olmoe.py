@@ -25,11 +25,13 @@ class OlmoeAdapter:
     )
 
     def config(self, values: dict[str, Any]) -> Any:
+        """transformers\' configuration object of these values."""
         from transformers import OlmoeConfig
 
         return OlmoeConfig.from_dict(values)
 
     def spec(self, config: Any) -> ModelSpec:
+        """What the generic decoder has to be for this configuration."""
         common, num_layers = common_spec(config), config.num_hidden_layers
         derived = config.hidden_size // config.num_attention_heads
         if common["head_dim"] != derived or config.hidden_size % config.num_attention_heads:
@@ -54,6 +56,7 @@ class OlmoeAdapter:
         )
 
     def rules(self, spec: ModelSpec) -> WeightRules:
+        """Names and shapes of the checkpoint\'s tensors."""
         return decoder_rules(spec)
 
 

@@ -30,11 +30,13 @@ class Qwen2MoeAdapter:
     )
 
     def config(self, values: dict[str, Any]) -> Any:
+        """transformers\' configuration object of these values."""
         from transformers import Qwen2MoeConfig
 
         return Qwen2MoeConfig.from_dict(values)
 
     def spec(self, config: Any) -> ModelSpec:
+        """What the generic decoder has to be for this configuration."""
         if config.shared_expert_intermediate_size < 1:
             raise ConfigError(
                 f"shared_expert_intermediate_size={config.shared_expert_intermediate_size} in config.json:"
@@ -55,6 +57,7 @@ class Qwen2MoeAdapter:
         )
 
     def rules(self, spec: ModelSpec) -> WeightRules:
+        """Names and shapes of the checkpoint\'s tensors."""
         return decoder_rules(spec)
 
 

@@ -26,11 +26,13 @@ class Qwen3MoeAdapter:
     )
 
     def config(self, values: dict[str, Any]) -> Any:
+        """transformers\' configuration object of these values."""
         from transformers import Qwen3MoeConfig
 
         return Qwen3MoeConfig.from_dict(values)
 
     def spec(self, config: Any) -> ModelSpec:
+        """What the generic decoder has to be for this configuration."""
         return ModelSpec(
             architecture=self.architectures[0],
             **common_spec(config),
@@ -48,6 +50,7 @@ class Qwen3MoeAdapter:
         )
 
     def rules(self, spec: ModelSpec) -> WeightRules:
+        """Names and shapes of the checkpoint\'s tensors."""
         return decoder_rules(spec)
 
 

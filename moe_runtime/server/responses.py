@@ -10,11 +10,15 @@ from msgspec import UNSET, UnsetType
 
 
 class PromptTokensDetails(msgspec.Struct):
+    """Where the prompt's KV came from."""
+
     cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache."""
 
 
 class Usage(msgspec.Struct):
+    """Token counts of one request."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -28,6 +32,8 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usa
 
 
 class TopLogprob(msgspec.Struct):
+    """A candidate for a place in the text."""
+
     token: str
     logprob: float
     bytes: list[int] | None
@@ -35,10 +41,14 @@ class TopLogprob(msgspec.Struct):
 
 
 class ChatTokenLogprob(TopLogprob):
+    """The chosen token of a place, and the best candidates for it."""
+
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(msgspec.Struct):
+    """One entry per generated token."""
+
     content: list[ChatTokenLogprob]
     refusal: None = None
 
@@ -53,12 +63,16 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
+    """What the model said."""
+
     content: str
     role: str = "assistant"
     refusal: None = None
 
 
 class ChatChoice(msgspec.Struct):
+    """One of a request's `n` answers."""
+
     index: int
     message: Message
     logprobs: ChatLogprobs | None
@@ -68,6 +82,8 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct):
+    """A whole answer of /v1/chat/completions."""
+
     id: str
     created: int
     model: str
@@ -79,11 +95,15 @@ class ChatCompletion(msgspec.Struct):
 
 
 class Delta(msgspec.Struct):
+    """What a chunk adds to the message."""
+
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
+    """What a chunk says of one of the `n` answers."""
+
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
@@ -94,6 +114,8 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct):
+    """An event of a streamed answer of /v1/chat/completions."""
+
     id: str
     created: int
     model: str
@@ -130,6 +152,8 @@ class Completion(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
+    """The served model, under one of its names."""
+
     id: str
     created: int
     root: str
@@ -141,6 +165,8 @@ class ModelCard(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
+    """Answer of /v1/models."""
+
     data: list[ModelCard]
     object: str = "list"
 

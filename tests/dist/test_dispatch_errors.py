@@ -13,7 +13,7 @@ from moe_runtime.dispatch.checked import CheckedDispatcher
 from moe_runtime.dispatch.mailbox import segment_bytes
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.errors import CapacityError, LockstepError
-from tests.helpers.dispatch_cases import MAX_D, TIMEOUT, Case, make, make_data
+from tests.helpers.dispatch_cases import MAX_D, TIMEOUT, Case, exchange, make, make_data
 from tests.helpers.spawn import run_ranks
 
 
@@ -50,7 +50,9 @@ def test_ranks_out_of_step_are_told(kind: str, change: str, seed: int) -> None:
 def refused(rank: int, num_ranks: int, buffer_bytes: int, hidden: int) -> str:
     try:
         OneSidedDispatcher(
-            dist.group.WORLD,
+            rank,
+            num_ranks,
+            exchange,
             hidden_size=hidden,
             topk=2,
             dtype=torch.float32,

@@ -19,6 +19,7 @@ from moe_runtime.dispatch.collective import CollectiveDispatcher
 from moe_runtime.dispatch.heap_shm import SHM_FOLDER, SharedHeap
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.errors import BackendUnavailable, LockstepError
+from tests.helpers.dispatch_cases import exchange
 from tests.helpers.spawn import Died, run_ranks
 
 # Far above what noticing a death may take, far below what a hang would.
@@ -45,7 +46,9 @@ def make(kind: str, step_timeout: float) -> Dispatcher:
     if kind == "collective":
         return CollectiveDispatcher(dist.group.WORLD, step_timeout)
     return OneSidedDispatcher(
-        dist.group.WORLD,
+        dist.get_rank(),
+        dist.get_world_size(),
+        exchange,
         hidden_size=16,
         topk=2,
         dtype=torch.float32,
@@ -158,11 +161,10 @@ def test_no_file_is_left_after_all_ranks_were_killed() -> None:
 
 def separate_folders(rank: int, num_ranks: int, base: str) -> tuple[str, list[str]]:
     """Each rank has a shared-memory folder of its own, as in containers of their own."""
-    assert dist.group.WORLD is not None
     folder = Path(base) / str(rank)
     folder.mkdir()
     try:
-        SharedHeap(dist.group.WORLD, 4096, folder)
+        SharedHeap(rank, exchange, 4096, folder)
     except BackendUnavailable as error:
         return str(error), os.listdir(folder)
     return "no error", os.listdir(folder)

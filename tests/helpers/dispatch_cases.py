@@ -16,6 +16,7 @@ from moe_runtime.dispatch.local import LocalDispatcher
 from moe_runtime.dispatch.mailbox import segment_bytes
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.placement.layout import contiguous, layer_placement
+from moe_runtime.topology import all_gather_text
 
 MAX_D, MAX_K = 65, 4
 TIMEOUT = 20.0
@@ -178,6 +179,12 @@ def expect(data: Data, rank: int) -> Expected:
     return Expected(slot_rows, received, len(sent), returned, out)
 
 
+def exchange(text: str) -> list[str]:
+    """Every rank's text over the default group."""
+    assert dist.group.WORLD is not None
+    return all_gather_text(dist.group.WORLD, text)
+
+
 def make(kind: str, num_ranks: int) -> Any:
     """A dispatcher over the default group; `-exact` sends counts first, `-tiny` has room for three of the widest rows."""
     group = dist.group.WORLD
@@ -188,7 +195,9 @@ def make(kind: str, num_ranks: int) -> Any:
         return CollectiveDispatcher(group, TIMEOUT, **({"fixed_message_bytes": 0} if "exact" in kind else {}))
     rows = 3 if kind == "one_sided-tiny" else 4096
     return OneSidedDispatcher(
-        group,
+        dist.get_rank(),
+        num_ranks,
+        exchange,
         hidden_size=MAX_D,
         topk=MAX_K,
         dtype=torch.float32,
