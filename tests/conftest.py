@@ -15,6 +15,9 @@ import torch
 if TYPE_CHECKING:
     from tests.helpers.live_server import LiveServer
 
+# Without a GPU, Triton kernels run in the interpreter, here and in the processes that tests start. Read by triton when it is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(1)
 # In deterministic mode torch fills what `torch.empty` returns with NaN, so that reading it shows.
 # Not through torch.use_deterministic_algorithms, which imports the compiler: seconds at every start.

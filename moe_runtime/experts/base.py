@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from moe_runtime.core import ExpertBatch
+from moe_runtime.quantization import QuantScheme
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,39 @@ class ExpertWeights:
     """Weights of one layer's local slots, [slot, out, in]. Empty slots hold zeros and receive no rows."""
 
     gate_up_pFD: torch.Tensor
-    """[p, 2F, D]: rows 0..F-1 gate, F..2F-1 up."""
+    """[p, 2F, D]: rows 0..F-1 gate, F..2F-1 up; [p, F, D] for an activation without a gate. FP8 under a scheme."""
     down_pDF: torch.Tensor
-    """[p, D, F]."""
+    """[p, D, F]. FP8 under a scheme."""
     activation: str
-    """transformers' name: `silu`, `gelu`, `gelu_pytorch_tanh`, `relu`."""
+    """A name of `layers.activation`."""
+    activation_limit: float | None = None
+    """Gate values are cut above it, up values to [-limit, limit], before the activation; None: not at all."""
+    gate_up_bias_pF: torch.Tensor | None = None
+    """[p, 2F], in the model's dtype."""
+    down_bias_pD: torch.Tensor | None = None
+    scheme: QuantScheme | None = None
+    gate_up_scale: torch.Tensor | None = None
+    """float32 [p, parts, *scheme.scale_shape(F, D)]; parts is 2, gate then up, or 1 without a gate."""
+    down_scale: torch.Tensor | None = None
+    """float32 [p, *scheme.scale_shape(D, F)]."""
+    quantize_activations: bool = False
+    """Under a scheme: whether x and the activation's result are rounded to FP8 too (W8A8), or stay as they are (W8A16)."""
+
+    def dequantize_gate_up(self, slot: int) -> torch.Tensor:
+        """A slot's [2F, D] (or [F, D]) in float32."""
+        if self.scheme is None:
+            return self.gate_up_pFD[slot].float()
+        assert self.gate_up_scale is not None
+        scale = self.gate_up_scale[slot]
+        parts = self.gate_up_pFD[slot].chunk(scale.shape[0])
+        return torch.cat([self.scheme.dequantize(w, s) for w, s in zip(parts, scale, strict=True)])
+
+    def dequantize_down(self, slot: int) -> torch.Tensor:
+        """A slot's [D, F] in float32."""
+        if self.scheme is None:
+            return self.down_pDF[slot].float()
+        assert self.down_scale is not None
+        return self.scheme.dequantize(self.down_pDF[slot], self.down_scale[slot])
 
 
 @dataclass(frozen=True)
@@ -31,11 +60,16 @@ class ExpertNeed:
 
     device_type: str
     dtype: torch.dtype
+    """The model's, in which token rows arrive."""
     activation: str
+    scheme: QuantScheme | None = None
 
 
 class ExpertKernel(Protocol):
-    """Computes y[s] = down(act(gate x) * (up x)) for x = tokens[row_index[s]] with the weights of s's slot."""
+    """Computes y[s] = down(act(gate x) * (up x)) for x = tokens[row_index[s]] with the weights of s's slot, and their biases.
+
+    On a GPU S is a capacity: rows beyond num_rows_p.sum() may hold anything afterwards.
+    """
 
     name: str
 

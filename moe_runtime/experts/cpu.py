@@ -30,6 +30,8 @@ class CpuExperts:
             return f"runs on cpu, not on {need.device_type}"
         if need.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"{need.dtype} is not one of float32, bfloat16, float16"
+        if need.scheme is not None:
+            return f"{need.scheme.name} weights are not supported"
         return activation_problem(need.activation)
 
     def __call__(self, batch: ExpertBatch, weights: ExpertWeights) -> torch.Tensor:

@@ -20,6 +20,8 @@ LAYERS: list[tuple[int, str]] = [
     (0, "moe_runtime.config"),
     (0, "moe_runtime.cli"),
     (0, "moe_runtime.cli_peers"),
+    (0, "moe_runtime.quantization"),
+    (0, "moe_runtime.triton_support.*"),
     (1, "moe_runtime.watchdog"),
     (1, "moe_runtime.topology"),
     (1, "moe_runtime.layers.*"),

@@ -1,0 +1,84 @@
+"""FP8 weights and activations: how values become bytes and scales, and back. The oracle for every kernel that computes with them.
+
+A value is payload * scale. Weights [out, in] have a scale per block of 128 x 128, per output channel, or per tensor;
+activations, rounded as they come, per group of 128 along a row for block weights, else per row. Payload is float8 e4m3
+(Micikevicius et al., 2022), scales are float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+GROUP = 128
+"""Values that share a scale, along each axis of a weight block and along a row of activations."""
+
+
+@dataclass(frozen=True)
+class QuantScheme:
+    """How the experts' weights are stored. `None` stands for weights in the model's own dtype."""
+
+    name: str
+    """`fp8_block`, `fp8_channel` or `fp8_tensor`."""
+
+    def scale_shape(self, num_out: int, num_in: int) -> tuple[int, int]:
+        """Shape of the scales of an [out, in] matrix."""
+        if self.name == "fp8_block":
+            return -(-num_out // GROUP), -(-num_in // GROUP)
+        return (num_out, 1) if self.name == "fp8_channel" else (1, 1)
+
+    def quantize_weight(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """weight: (..., out, in). Returns FP8 of that shape and float32 scales (..., *scale_shape(out, in))."""
+        *lead, num_out, num_in = weight.shape
+        rows, columns = self.scale_shape(num_out, num_in)
+        high, wide = (GROUP, GROUP) if self.name == "fp8_block" else (-(-num_out // rows), num_in)
+        padded = torch.nn.functional.pad(
+            weight.float(), (0, columns * wide - num_in, 0, rows * high - num_out)
+        )
+        largest = padded.abs().view(*lead, rows, high, columns, wide).amax(dim=(-3, -1))
+        scale = _scale_of(largest)
+        return _to_fp8(weight.float() / self._spread(scale, num_out, num_in)), scale
+
+    def dequantize(self, payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """payload: (..., out, in) FP8, scale as of quantize_weight. Returns float32."""
+        return payload.float() * self._spread(scale, *payload.shape[-2:])
+
+    def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: (rows, in) activations. Returns FP8 (rows, in) and float32 scales (rows, groups); groups is 1 but for blocks."""
+        return quantize_rows(x, GROUP if self.name == "fp8_block" else max(1, x.shape[1]))
+
+    def _spread(self, scale: torch.Tensor, num_out: int, num_in: int) -> torch.Tensor:
+        """The scale of every element, or a shape that broadcasts to it."""
+        if self.name != "fp8_block":
+            return scale
+        return scale.repeat_interleave(GROUP, -2)[..., :num_out, :].repeat_interleave(GROUP, -1)[..., :num_in]
+
+
+FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR = (QuantScheme(n) for n in ("fp8_block", "fp8_channel", "fp8_tensor"))
+
+
+def quantize_rows(x: torch.Tensor, group: int = GROUP) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: (rows, in). Returns FP8 (rows, in) and float32 scales (rows, ceil(in / group)), one per `group` values of a row."""
+    rows, num_in = x.shape
+    groups = -(-num_in // group)
+    padded = torch.nn.functional.pad(x.float(), (0, groups * group - num_in))
+    scale = _scale_of(padded.abs().view(rows, groups, group).amax(dim=-1))
+    return _to_fp8(x.float() / scale.repeat_interleave(group, 1)[:, :num_in]), scale
+
+
+def dequantize_rows(payload: torch.Tensor, scale: torch.Tensor, group: int = GROUP) -> torch.Tensor:
+    """The inverse of `quantize_rows`, in float32."""
+    return payload.float() * scale.repeat_interleave(group, 1)[:, : payload.shape[1]]
+
+
+def _scale_of(largest: torch.Tensor) -> torch.Tensor:
+    """The scale that brings the largest magnitude to the largest FP8 value; 1 where all values are zero."""
+    return torch.where(largest > 0, largest / FP8_MAX, 1.0)
+
+
+def _to_fp8(values: torch.Tensor) -> torch.Tensor:
+    # Rounding may leave the largest just past the range, which e4m3fn would turn into NaN. NaN itself stays NaN.
+    return values.clamp(-FP8_MAX, FP8_MAX).to(FP8)

@@ -1,0 +1,58 @@
+"""FP8 schemes: shapes, error bounds, exact round trips, edge values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_runtime.quantization import (
+    FP8,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    QuantScheme,
+    dequantize_rows,
+    quantize_rows,
+)
+
+SCHEMES = (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR)
+
+
+@pytest.mark.parametrize("shape", [(3, 300, 200), (128, 256), (1, 1), (2, 5, 129)])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_weights_come_back_within_half_a_step(scheme: QuantScheme, shape: tuple[int, ...], seed: int) -> None:
+    weight = torch.randn(shape) * torch.logspace(-3, 3, shape[-1])
+    payload, scale = scheme.quantize_weight(weight)
+    assert payload.shape == weight.shape
+    assert payload.dtype == FP8
+    assert scale.shape == (*shape[:-2], *scheme.scale_shape(*shape[-2:]))
+    # e4m3 has 3 bits of mantissa: half a step is 1/16 of the value, or of the smallest normal number.
+    step = scheme.dequantize(torch.full(shape, 2.0**-6).to(FP8), scale)
+    assert (
+        (scheme.dequantize(payload, scale) - weight).abs() <= torch.maximum(weight.abs(), step) / 16 * 1.001
+    ).all()
+
+
+def test_a_block_has_the_scale_of_its_own_largest_value() -> None:
+    weight = torch.zeros(300, 200)
+    weight[290, 140] = -896.0
+    payload, scale = FP8_BLOCK.quantize_weight(weight)
+    assert scale.tolist() == [[1.0, 1.0], [1.0, 1.0], [1.0, 2.0]]
+    assert torch.equal(FP8_BLOCK.dequantize(payload, scale), weight)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_rows_have_a_scale_per_group(rows: int, seed: int) -> None:
+    x = torch.randn(rows, 200).bfloat16()
+    payload, scale = quantize_rows(x)
+    assert scale.shape == (rows, 2)
+    error = (dequantize_rows(payload, scale) - x.float()).abs()
+    assert (
+        error
+        <= torch.maximum(x.float().abs() / 16, scale.repeat_interleave(128, 1)[:, :200] * 2**-10) * 1.001
+    ).all()
+
+
+def test_nan_stays_visible() -> None:
+    payload, scale = quantize_rows(torch.tensor([[1.0, float("nan")]]))
+    assert torch.isnan(dequantize_rows(payload, scale)).any()
