@@ -277,6 +277,8 @@ class DispatchPlan:
 
     global_slot_TK: torch.Tensor
     """int64: rank * slots_per_rank + slot; -1 computes nothing and costs no traffic."""
+    topk_weights_TK: torch.Tensor
+    """float32: what each pair's result is multiplied by."""
     slots_per_rank: int
     num_ranks: int
     rank: int

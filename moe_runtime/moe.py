@@ -43,7 +43,5 @@ class ExpertParallelMoe:
         sent = self.dispatcher.dispatch(x_TD, plan)
         beside = meanwhile() if meanwhile is not None else None
         batch = sent.wait()
-        out = self.dispatcher.combine(
-            self.kernel(batch, weights), batch, plan, routing.topk_weights_TK
-        ).wait()
+        out = self.dispatcher.combine(self.kernel(batch, weights), batch, plan).wait()
         return out if beside is None else out + beside

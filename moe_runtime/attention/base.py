@@ -12,6 +12,9 @@ import torch
 
 from moe_runtime.core import ForwardBatch
 
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of every token, (T, 1, d / 2) each, as of `layers.rope.RotaryEmbedding`."""
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -44,7 +47,13 @@ class AttentionBackend(Protocol):
         ...
 
     def run(
-        self, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, layer: int, plan: Any
+        self,
+        q_THd: torch.Tensor,
+        k_TGd: torch.Tensor,
+        v_TGd: torch.Tensor,
+        rotation: Rotation,
+        layer: int,
+        plan: Any,
     ) -> torch.Tensor:
-        """Write k and v at the batch's slots, attend, and return (T, H, d). T may be 0."""
+        """Rotate q and k, write k and v at the batch's slots, attend, and return (T, H, d). T may be 0."""
         ...

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from moe_runtime.layers.rope import rotate
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from moe_runtime.attention.base import AttentionNeed, AttentionSpec
+    from moe_runtime.attention.base import AttentionNeed, AttentionSpec, Rotation
     from moe_runtime.attention.kv_cache import KVCache
     from moe_runtime.core import ForwardBatch
 
@@ -137,11 +139,13 @@ class CpuPagedAttention:
         q_THd: torch.Tensor,
         k_TGd: torch.Tensor,
         v_TGd: torch.Tensor,
+        rotation: Rotation,
         layer: int,
         plan: CpuAttentionPlan,
     ) -> torch.Tensor:
-        """Write k and v, attend; returns (T, H, d) in q's dtype."""
+        """Rotate, write k and v, attend; returns (T, H, d) in q's dtype."""
         spec = self.specs[layer]
+        q_THd, k_TGd = rotate(q_THd, *rotation), rotate(k_TGd, *rotation)
         self.cache.write(layer, plan.slot_mapping_T, k_TGd, v_TGd)
         keys, values = self.cache.keys[layer].flatten(0, 1), self.cache.values[layer].flatten(0, 1)
         work = plan.by_window[spec.sliding_window]

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_runtime.layers.rope import rotate
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moe_runtime.attention.base import AttentionNeed, AttentionSpec
+    from moe_runtime.attention.base import AttentionNeed, AttentionSpec, Rotation
     from moe_runtime.attention.kv_cache import KVCache
     from moe_runtime.core import ForwardBatch
 
@@ -63,10 +65,17 @@ class ReferenceAttention:
         return ReferencePlan(batch.slot_mapping_T, tuple(sequences))
 
     def run(
-        self, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, layer: int, plan: ReferencePlan
+        self,
+        q_THd: torch.Tensor,
+        k_TGd: torch.Tensor,
+        v_TGd: torch.Tensor,
+        rotation: Rotation,
+        layer: int,
+        plan: ReferencePlan,
     ) -> torch.Tensor:
-        """Write k and v, attend; returns (T, H, d) in q's dtype."""
+        """Rotate, write k and v, attend; returns (T, H, d) in q's dtype."""
         spec = self.specs[layer]
+        q_THd, k_TGd = rotate(q_THd, *rotation), rotate(k_TGd, *rotation)
         self.cache.write(layer, plan.slot_mapping_T, k_TGd, v_TGd)
         keys, values = self.cache.keys[layer].flatten(0, 1), self.cache.values[layer].flatten(0, 1)
         out_THd = torch.empty_like(q_THd)

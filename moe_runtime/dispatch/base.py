@@ -68,9 +68,7 @@ class Dispatcher(Protocol):
         """Send the rows of x_TD (contiguous, float) to the ranks named in the plan."""
         ...
 
-    def combine(
-        self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan, weights_TK: torch.Tensor
-    ) -> Pending[torch.Tensor]:
+    def combine(self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan) -> Pending[torch.Tensor]:
         """Return y's expert rows to their tokens: out_TD = sum over k of weight * row."""
         ...
 
@@ -88,6 +86,7 @@ def plan_dispatch(
     slots = placement.expert_to_slot_E[ids.clamp(min=0)]
     return DispatchPlan(
         global_slot_TK=torch.where(ids >= 0, slots, ids),
+        topk_weights_TK=routing.topk_weights_TK,
         slots_per_rank=placement.slots_per_rank,
         num_ranks=placement.num_ranks,
         rank=rank,

@@ -55,6 +55,8 @@ class CheckedDispatcher:
         assert x_TD.dim() == 2, f"x_TD has shape {tuple(x_TD.shape)}"
         assert x_TD.is_contiguous(), f"x_TD has strides {x_TD.stride()}"
         assert slot_TK.dtype == torch.int64, f"slots are {slot_TK.dtype}"
+        weights_TK = plan.topk_weights_TK
+        assert weights_TK.shape == slot_TK.shape, f"weights: {tuple(weights_TK.shape)}"
         num_tokens = x_TD.shape[0]
         assert slot_TK.shape[0] == num_tokens, f"{slot_TK.shape[0]} rows of slots for {num_tokens} tokens"
         assert num_tokens <= plan.max_num_tokens, f"{num_tokens} tokens, max_num_tokens={plan.max_num_tokens}"
@@ -66,16 +68,13 @@ class CheckedDispatcher:
         self._compare("dispatch", x_TD, plan)
         return self.inner.dispatch(x_TD, plan)
 
-    def combine(
-        self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan, weights_TK: torch.Tensor
-    ) -> Pending[torch.Tensor]:
+    def combine(self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan) -> Pending[torch.Tensor]:
         """As the wrapped dispatcher's, once the arguments are known to be equal where they must."""
         assert y_SD.shape[0] == batch.row_index_S.shape[0], (
             f"{y_SD.shape[0]} of {batch.row_index_S.shape[0]} rows"
         )
-        assert weights_TK.shape == plan.global_slot_TK.shape, f"weights: {tuple(weights_TK.shape)}"
         self._compare("combine", y_SD, plan)
-        return self.inner.combine(y_SD, batch, plan, weights_TK)
+        return self.inner.combine(y_SD, batch, plan)
 
     def close(self) -> None:
         """Close the wrapped dispatcher."""

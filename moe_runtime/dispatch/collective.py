@@ -92,9 +92,7 @@ class CollectiveDispatcher:
 
         return Deferred(finish)
 
-    def combine(
-        self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan, weights_TK: torch.Tensor
-    ) -> Deferred[torch.Tensor]:
+    def combine(self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan) -> Deferred[torch.Tensor]:
         """The rows are under way on return; wait() receives and sums them. Raises LockstepError."""
         handle: _Handle = batch.handle
         outgoing, incoming = handle.outgoing, handle.incoming
@@ -110,7 +108,7 @@ class CollectiveDispatcher:
             return sum_in_k_order(
                 received.view(y_SD.dtype),
                 torch.from_numpy(outgoing.position_TK).to(device),
-                weights_TK,
+                plan.topk_weights_TK,
                 all_present=outgoing.num_pairs == outgoing.position_TK.size,
             )
 

@@ -51,9 +51,7 @@ class LocalDispatcher:
             )
         )
 
-    def combine(
-        self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan, weights_TK: torch.Tensor
-    ) -> Done[torch.Tensor]:
+    def combine(self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan) -> Done[torch.Tensor]:
         """Sums each token's rows of y_SD with its routing weights, in float32 and in k order. Returns (T, D)."""
         pair_S: torch.Tensor = batch.handle
         slot_TK = plan.global_slot_TK
@@ -64,7 +62,7 @@ class LocalDispatcher:
             position.masked_fill_(slot_TK.reshape(-1) < 0, -1)
         self.traffic.combines += 1
         position_TK = position.view(slot_TK.shape)
-        return Done(sum_in_k_order(y_SD, position_TK, weights_TK, all_present=all_present))
+        return Done(sum_in_k_order(y_SD, position_TK, plan.topk_weights_TK, all_present=all_present))
 
     def close(self) -> None:
         """Nothing to release."""

@@ -137,9 +137,7 @@ class OneSidedDispatcher:
 
         return Deferred(finish)
 
-    def combine(
-        self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan, weights_TK: torch.Tensor
-    ) -> Deferred[torch.Tensor]:
+    def combine(self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan) -> Deferred[torch.Tensor]:
         """Stores expert rows at their tokens' owners; wait() receives and sums. y_SD must not change until then.
 
         Raises as dispatch does.
@@ -158,7 +156,7 @@ class OneSidedDispatcher:
             return sum_in_k_order(
                 returned,
                 torch.from_numpy(outgoing.position_TK),
-                weights_TK,
+                plan.topk_weights_TK,
                 all_present=outgoing.num_pairs == outgoing.position_TK.size,
             )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from moe_runtime.layers.activation import get_activation
+if TYPE_CHECKING:
+    from moe_runtime.layers.ops import LayerOps
 
 
 def weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
@@ -23,29 +25,36 @@ class Linear(nn.Module):
         out_features: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        ops: LayerOps,
         bias: bool = False,
     ) -> None:
         super().__init__()
+        self.ops = ops
         self.weight = weight(out_features, in_features, dtype=dtype, device=device)
         self.bias = weight(out_features, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (..., in); returns (..., out) in the same dtype."""
-        return F.linear(x, self.weight, self.bias)
+        return self.ops.linear(x, self.weight, self.bias)
 
 
 class GatedMlp(nn.Module):
     """down(act(gate x) * (up x)), gate and up stacked in one matrix: rows 0..F-1 gate, F..2F-1 up."""
 
     def __init__(
-        self, hidden: int, intermediate: int, act: str, dtype: torch.dtype, device: torch.device | str
+        self,
+        hidden: int,
+        intermediate: int,
+        activation: str,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        ops: LayerOps,
     ) -> None:
         super().__init__()
-        self.gate_up = Linear(hidden, 2 * intermediate, dtype, device)
-        self.down = Linear(intermediate, hidden, dtype, device)
-        self.act = get_activation(act)
+        self.gate_up = Linear(hidden, 2 * intermediate, dtype, device, ops)
+        self.down = Linear(intermediate, hidden, dtype, device, ops)
+        self.activation, self.ops = activation, ops
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """x_TD: (T, D); returns (T, D)."""
-        gate, up = self.gate_up(x_TD).chunk(2, dim=-1)
-        return self.down(self.act(gate) * up)
+        return self.down(self.ops.gated_activation(self.gate_up(x_TD), self.activation))

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from moe_runtime.experts.base import ExpertWeights
 from moe_runtime.experts.router import route
 from moe_runtime.layers.embedding import Embedding
 from moe_runtime.layers.linear import GatedMlp, Linear, weight
 from moe_runtime.layers.norm import RmsNorm
-from moe_runtime.layers.rope import RotaryEmbedding, rotate
+from moe_runtime.layers.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from moe_runtime.attention.base import AttentionBackend
     from moe_runtime.core import ForwardBatch, Routing
+    from moe_runtime.layers.ops import LayerOps
     from moe_runtime.models.spec import ModelSpec
 
     RoutedExperts = Callable[
@@ -34,15 +34,17 @@ if TYPE_CHECKING:
 
 
 class Attention(nn.Module):
-    """Projections, norms and rotation around the backend's attention."""
+    """Projections and norms around the backend's rotation and attention."""
 
-    def __init__(self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device | str, ops: LayerOps
+    ) -> None:
         super().__init__()
         self.layer, self.head_dim, self.clip = layer, spec.head_dim, spec.clip_qkv
         self.q_width, self.kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         rows = self.q_width + 2 * self.kv_width
-        self.qkv = Linear(spec.hidden_size, rows, dtype, device, spec.qkv_bias)
-        self.out = Linear(self.q_width, spec.hidden_size, dtype, device, spec.attention_out_bias)
+        self.qkv = Linear(spec.hidden_size, rows, dtype, device, ops, spec.qkv_bias)
+        self.out = Linear(self.q_width, spec.hidden_size, dtype, device, ops, spec.attention_out_bias)
         self.norm_per_head = spec.qk_norm == "head"
         self.q_norm: RmsNorm | None = None
         self.k_norm: RmsNorm | None = None
@@ -50,8 +52,8 @@ class Attention(nn.Module):
             q_size, k_size = (
                 (self.head_dim, self.head_dim) if self.norm_per_head else (self.q_width, self.kv_width)
             )
-            self.q_norm = RmsNorm(q_size, spec.norm_eps, dtype, device)
-            self.k_norm = RmsNorm(k_size, spec.norm_eps, dtype, device)
+            self.q_norm = RmsNorm(q_size, spec.norm_eps, dtype, device, ops)
+            self.k_norm = RmsNorm(k_size, spec.norm_eps, dtype, device, ops)
 
     def forward(
         self,
@@ -66,7 +68,7 @@ class Attention(nn.Module):
         v_TGd = self._heads(v)
         if self.clip is not None:
             q_THd, k_TGd, v_TGd = (x.clamp(-self.clip, self.clip) for x in (q_THd, k_TGd, v_TGd))
-        attended = backend.run(rotate(q_THd, *rotation), rotate(k_TGd, *rotation), v_TGd, self.layer, plan)
+        attended = backend.run(q_THd, k_TGd, v_TGd, rotation, self.layer, plan)
         return self.out(attended.flatten(1))
 
     def _normed(self, x: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
@@ -83,7 +85,13 @@ class MoeMlp(nn.Module):
     """Router, the experts in this rank's slots, and the shared expert if there is one."""
 
     def __init__(
-        self, spec: ModelSpec, moe_layer: int, num_slots: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        spec: ModelSpec,
+        moe_layer: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        ops: LayerOps,
     ) -> None:
         super().__init__()
         hidden, inner, shared = (
@@ -95,11 +103,11 @@ class MoeMlp(nn.Module):
         self.top_k, self.renormalize = spec.top_k, spec.norm_topk_prob
         self.weights_dtype = dtype if spec.router_weights_in_model_dtype else torch.float32
         self.activation = spec.activation
-        self.router = Linear(hidden, spec.num_experts, dtype, device)
+        self.router = Linear(hidden, spec.num_experts, dtype, device, ops)
         self.gate_up = weight(num_slots, 2 * inner, hidden, dtype=dtype, device=device)
         self.down = weight(num_slots, hidden, inner, dtype=dtype, device=device)
-        self.shared_expert = GatedMlp(hidden, shared, spec.activation, dtype, device) if shared else None
-        self.shared_expert_gate = Linear(hidden, 1, dtype, device) if shared else None
+        self.shared_expert = GatedMlp(hidden, shared, spec.activation, dtype, device, ops) if shared else None
+        self.shared_expert_gate = Linear(hidden, 1, dtype, device, ops) if shared else None
 
     def expert_weights(self) -> ExpertWeights:
         """The slots' weights; the tensors themselves, not copies."""
@@ -127,28 +135,36 @@ class DecoderLayer(nn.Module):
         mlp: GatedMlp | MoeMlp,
         dtype: torch.dtype,
         device: torch.device | str,
+        ops: LayerOps,
     ) -> None:
         super().__init__()
-        self.input_norm = RmsNorm(spec.hidden_size, spec.norm_eps, dtype, device)
-        self.attention = Attention(spec, layer, dtype, device)
-        self.mlp_norm = RmsNorm(spec.hidden_size, spec.norm_eps, dtype, device)
+        self.input_norm = RmsNorm(spec.hidden_size, spec.norm_eps, dtype, device, ops)
+        self.attention = Attention(spec, layer, dtype, device, ops)
+        self.mlp_norm = RmsNorm(spec.hidden_size, spec.norm_eps, dtype, device, ops)
         self.mlp = mlp
 
     def forward(
         self,
         x_TD: torch.Tensor,
+        delta_TD: torch.Tensor | None,
         rotation: tuple[torch.Tensor, torch.Tensor],
         backend: AttentionBackend,
         plan: Any,
         moe: RoutedExperts,
         max_num_tokens: int,
-    ) -> torch.Tensor:
-        """x_TD: the residual stream; `plan` is the attention backend's. Returns the stream after this layer, (T, D)."""
-        x_TD = x_TD + self.attention(self.input_norm(x_TD), rotation, backend, plan)
-        normed = self.mlp_norm(x_TD)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x_TD: the residual stream, delta_TD: what is still to be added to it; `plan` is the attention backend's.
+
+        Returns the same pair after this layer: an addition is left to the next norm, which does it in passing.
+        """
+        if delta_TD is None:
+            normed = self.input_norm(x_TD)
+        else:
+            x_TD, normed = self.input_norm.after_adding(x_TD, delta_TD)
+        x_TD, normed = self.mlp_norm.after_adding(x_TD, self.attention(normed, rotation, backend, plan))
         if isinstance(self.mlp, MoeMlp):
-            return x_TD + self.mlp(normed, moe, max_num_tokens)
-        return x_TD + self.mlp(normed)
+            return x_TD, self.mlp(normed, moe, max_num_tokens)
+        return x_TD, self.mlp(normed)
 
 
 class Decoder(nn.Module):
@@ -160,11 +176,12 @@ class Decoder(nn.Module):
         num_slots_per_moe_layer: Sequence[int],
         dtype: torch.dtype,
         device: torch.device | str,
+        ops: LayerOps,
     ) -> None:
         """num_slots_per_moe_layer: expert slots held here, for each MoE layer in order (0 is allowed)."""
         super().__init__()
         assert len(num_slots_per_moe_layer) == spec.num_moe_layers
-        self.spec, self.dtype = spec, dtype
+        self.spec, self.dtype, self.ops = spec, dtype, ops
         slots = dict(zip(spec.moe_layers, enumerate(num_slots_per_moe_layer), strict=True))
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype, device)
         self.rope = RotaryEmbedding(spec.rope, device)
@@ -172,13 +189,15 @@ class Decoder(nn.Module):
         for layer in range(spec.num_layers):
             mlp: GatedMlp | MoeMlp
             if layer in slots:
-                mlp = MoeMlp(spec, *slots[layer], dtype, device)
+                mlp = MoeMlp(spec, *slots[layer], dtype, device, ops)
             else:
-                mlp = GatedMlp(spec.hidden_size, spec.dense_intermediate_size, spec.activation, dtype, device)
-            self.layers.append(DecoderLayer(spec, layer, mlp, dtype, device))
-        self.norm = RmsNorm(spec.hidden_size, spec.norm_eps, dtype, device)
+                mlp = GatedMlp(
+                    spec.hidden_size, spec.dense_intermediate_size, spec.activation, dtype, device, ops
+                )
+            self.layers.append(DecoderLayer(spec, layer, mlp, dtype, device, ops))
+        self.norm = RmsNorm(spec.hidden_size, spec.norm_eps, dtype, device, ops)
         tied = spec.tie_word_embeddings
-        self.head = None if tied else Linear(spec.hidden_size, spec.vocab_size, dtype, device)
+        self.head = None if tied else Linear(spec.hidden_size, spec.vocab_size, dtype, device, ops)
 
     def moe_mlps(self) -> tuple[MoeMlp, ...]:
         """The MoE layers in order, for those who read or replace expert weights between steps."""
@@ -193,7 +212,13 @@ class Decoder(nn.Module):
         """
         x_TD = self.embedding(batch.input_ids_T)
         rotation = self.rope(batch.positions_T, self.dtype)
+        delta_TD: torch.Tensor | None = None
         for layer in self.layers:
-            x_TD = layer(x_TD, rotation, attention, attention_plan, moe, batch.max_num_tokens)
+            x_TD, delta_TD = layer(
+                x_TD, delta_TD, rotation, attention, attention_plan, moe, batch.max_num_tokens
+            )
+        assert delta_TD is not None
+        rows = batch.logit_rows
+        _, normed = self.norm.after_adding(x_TD[rows], delta_TD[rows])
         head = self.embedding.weight if self.head is None else self.head.weight
-        return F.linear(self.norm(x_TD[batch.logit_rows]), head).float()
+        return self.ops.linear(normed, head).float()

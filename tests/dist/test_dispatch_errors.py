@@ -30,9 +30,9 @@ def out_of_step(rank: int, num_ranks: int, seed: int, make_one: str, change: str
             dispatcher.dispatch(x, plan).wait()
         elif change == "hidden" and rank == 1:
             y = torch.zeros(batch.row_index_S.shape[0], 40)
-            dispatcher.combine(y, batch, plan, data.weights[rank]).wait()
+            dispatcher.combine(y, batch, plan).wait()
         else:
-            dispatcher.combine(data.compute(batch, rank), batch, plan, data.weights[rank]).wait()
+            dispatcher.combine(data.compute(batch, rank), batch, plan).wait()
     except LockstepError as error:
         return str(error)
     return "no error"
@@ -81,7 +81,7 @@ def test_shared_memory_that_cannot_be_reserved_is_an_error_on_every_rank() -> No
 def too_wide(rank: int, num_ranks: int) -> str:
     dispatcher = make("one_sided-tiny", num_ranks)
     x = torch.zeros(1, 100 * MAX_D)
-    plan = DispatchPlan(torch.zeros(1, 1, dtype=torch.int64), 1, num_ranks, rank, 1)
+    plan = DispatchPlan(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), 1, num_ranks, rank, 1)
     try:
         dispatcher.dispatch(x, plan)
     except CapacityError as error:

@@ -63,6 +63,7 @@ def one_call(dispatcher: Dispatcher, rank: int, num_ranks: int, stop_between: Ca
     x = torch.full((num_ranks, 16), float(rank))
     plan = DispatchPlan(
         torch.stack([torch.arange(num_ranks), torch.full((num_ranks,), -1)], dim=1),
+        torch.ones(num_ranks, 2),
         1,
         num_ranks,
         rank,
@@ -70,7 +71,7 @@ def one_call(dispatcher: Dispatcher, rank: int, num_ranks: int, stop_between: Ca
     )
     batch = dispatcher.dispatch(x, plan).wait()
     stop_between()
-    out = dispatcher.combine(batch.tokens_RD[batch.row_index_S], batch, plan, torch.ones(num_ranks, 2)).wait()
+    out = dispatcher.combine(batch.tokens_RD[batch.row_index_S], batch, plan).wait()
     assert torch.equal(out, x)
 
 

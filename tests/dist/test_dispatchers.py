@@ -41,7 +41,7 @@ def run_case(dispatcher: Dispatcher, traffic: Traffic, data: Data, rank: int) ->
     sent, returned = traffic.rows_sent, traffic.rows_returned
     batch = dispatcher.dispatch(data.x[rank], plan).wait()
     check_batch(batch, data, expected, keeps_all="local" in dispatcher.name)
-    out = dispatcher.combine(data.compute(batch, rank), batch, plan, data.weights[rank]).wait()
+    out = dispatcher.combine(data.compute(batch, rank), batch, plan).wait()
     assert out.dtype == data.case.dtype
     assert out.shape == data.x[rank].shape
     assert torch.equal(out, expected.out)
@@ -107,7 +107,7 @@ def many_calls(rank: int, num_ranks: int, kind: str, seed: int) -> None:
         outs = {}
         for i in order:
             y = datas[i].compute(batches[i], rank)
-            outs[i] = dispatcher.combine(y, batches[i], plans[i], datas[i].weights[rank])
+            outs[i] = dispatcher.combine(y, batches[i], plans[i])
         for i in reversed(order):
             out, expected = outs[i].wait(), expect(datas[i], rank)
             assert torch.equal(out, expected.out), f"turn {turn}, {seed=}"
@@ -141,7 +141,7 @@ def count_bytes(rank: int, num_ranks: int, seed: int) -> None:
     try:
         plan = data.plan(rank)
         batch = dispatcher.dispatch(data.x[rank], plan).wait()
-        dispatcher.combine(data.compute(batch, rank), batch, plan, data.weights[rank]).wait()
+        dispatcher.combine(data.compute(batch, rank), batch, plan).wait()
     finally:
         dist.all_to_all_single = real
     own_rows = len([1 for source, _ in expected.received if source == rank])

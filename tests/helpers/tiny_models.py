@@ -12,11 +12,12 @@ import transformers
 from torch.nn import functional as F
 
 from moe_runtime.core import ForwardBatch, Routing
+from moe_runtime.layers.rope import rotate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from moe_runtime.attention.base import AttentionSpec
+    from moe_runtime.attention.base import AttentionSpec, Rotation
     from moe_runtime.experts.base import ExpertWeights
     from moe_runtime.models.decoder import Decoder
 
@@ -111,9 +112,16 @@ class FullAttention:
         return batch.query_lens
 
     def run(
-        self, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, layer: int, plan: Any
+        self,
+        q_THd: torch.Tensor,
+        k_TGd: torch.Tensor,
+        v_TGd: torch.Tensor,
+        rotation: Rotation,
+        layer: int,
+        plan: Any,
     ) -> torch.Tensor:
         spec = self.layers[layer]
+        q_THd, k_TGd = rotate(q_THd, *rotation), rotate(k_TGd, *rotation)
         shared = spec.num_heads // spec.num_kv_heads
         out = torch.empty_like(q_THd)
         first = 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_runtime.attention import cpu as cpu_module
-from moe_runtime.attention.base import AttentionBackend, AttentionNeed, AttentionSpec
+from moe_runtime.attention.base import AttentionBackend, AttentionNeed, AttentionSpec, Rotation
 from moe_runtime.attention.cpu import CpuPagedAttention
 from moe_runtime.attention.kv_cache import KVCache
 from moe_runtime.attention.reference import ReferenceAttention
@@ -21,8 +21,14 @@ from moe_runtime.core import ForwardBatch
 BACKENDS = {"reference": ReferenceAttention, "cpu": CpuPagedAttention}
 
 
-def spec(heads: int = 4, kv_heads: int = 2, dim: int = 5, window: int | None = None) -> AttentionSpec:
+def spec(heads: int = 4, kv_heads: int = 2, dim: int = 6, window: int | None = None) -> AttentionSpec:
     return AttentionSpec(heads, kv_heads, dim, scale=random.uniform(0.2, 1.0), sliding_window=window)
+
+
+def no_rotation(q_THd: torch.Tensor) -> Rotation:
+    """Angles of zero: what a backend caches and multiplies is what it was given."""
+    shape = q_THd.shape[0], 1, q_THd.shape[2] // 2
+    return torch.ones(shape, dtype=q_THd.dtype), torch.zeros(shape, dtype=q_THd.dtype)
 
 
 @dataclass
@@ -97,7 +103,7 @@ class Case:
                 torch.cat([r[i] for r in rows]) if rows else torch.empty(0, h, s.head_dim, dtype=self.dtype)
                 for i, h in enumerate(_heads(s))
             )
-            outs.append(backend.run(q, k, v, layer, plan))
+            outs.append(backend.run(q, k, v, no_rotation(q), layer, plan))
             self._check_written(cache, layer)
         return outs
 
@@ -158,7 +164,7 @@ def test_matches_full_attention(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dim", [1, 3, 16, 33, 80])
+@pytest.mark.parametrize("dim", [2, 6, 16, 34, 80])
 def test_head_sizes(seed: int, backend: str, dim: int) -> None:
     check(Case(SPANS["mixed"], [spec(dim=dim), spec(heads=7, kv_heads=7, dim=dim, window=5)], 3), backend)
 
@@ -196,7 +202,7 @@ def test_random_batches(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
             spec(
                 groups * random.choice([1, 2, 5]),
                 groups,
-                random.randint(1, 20),
+                2 * random.randint(1, 10),
                 random.choice([None, 1, 3, 7, 20]),
             )
             for _ in range(2)
@@ -221,7 +227,7 @@ def test_a_row_does_not_depend_on_its_neighbours_content(seed: int) -> None:
     backend = CpuPagedAttention(cache_rows, case.specs)
     rows = [[t[old:] for t in qkv] for (old, _), qkv in zip(case.spans, case.qkv[0], strict=True)]
     q, k, v = (torch.cat([r[i] for r in rows]) for i in range(3))
-    out = backend.run(q, k, v, 0, backend.plan(case.batch()))
+    out = backend.run(q, k, v, no_rotation(q), 0, backend.plan(case.batch()))
     assert out[1].isnan().all()
     want = case.expected(0)
     keep = [0, 2, 3, 4, 5]
@@ -239,8 +245,8 @@ def test_decode_groups_bound_padding_and_memory(seed: int) -> None:
 
 
 def test_decode_groups_stay_below_the_gather_limit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case([(99, 1)] * 7 + [(399, 1)], [spec(kv_heads=2, dim=5)], 4)
-    monkeypatch.setattr(cpu_module, "GATHER_BYTES", 300 * 2 * 2 * 5 * 4)
+    case = Case([(99, 1)] * 7 + [(399, 1)], [spec(kv_heads=2, dim=6)], 4)
+    monkeypatch.setattr(cpu_module, "GATHER_BYTES", 300 * 2 * 2 * 6 * 4)
     groups = CpuPagedAttention(case.cache(), case.specs).plan(case.batch()).by_window[None].groups
     assert [tuple(group.slots_BL.shape) for group in groups] == [(1, 400), (3, 100), (3, 100), (1, 100)]
 

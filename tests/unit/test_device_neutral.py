@@ -9,6 +9,7 @@ import torch
 
 from moe_runtime.core import ForwardBatch, LayerPlacement
 from moe_runtime.dispatch.base import plan_dispatch
+from moe_runtime.layers.ops import TORCH_OPS
 from moe_runtime.models.decoder import Decoder
 from moe_runtime.models.registry import load_spec
 from tests.helpers.tiny_models import FAMILIES, tiny_config
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from moe_runtime.attention.base import Rotation
     from moe_runtime.core import Routing
     from moe_runtime.experts.base import ExpertWeights
 
@@ -34,7 +36,13 @@ class ShapesOnly:
         self.moe_calls = 0
 
     def run(
-        self, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, layer: int, plan: Any
+        self,
+        q_THd: torch.Tensor,
+        k_TGd: torch.Tensor,
+        v_TGd: torch.Tensor,
+        rotation: Rotation,
+        layer: int,
+        plan: Any,
     ) -> torch.Tensor:
         return torch.empty_like(q_THd)
 
@@ -58,7 +66,7 @@ class ShapesOnly:
 def test_decoder_runs_without_values(family: str, num_tokens: int, tmp_path: Path, seed: int) -> None:
     tiny_config(family, seed, architectures=[FAMILIES[family][1]]).save_pretrained(tmp_path)
     spec, _ = load_spec(tmp_path)
-    decoder = Decoder(spec, [spec.num_experts] * spec.num_moe_layers, torch.bfloat16, META)
+    decoder = Decoder(spec, [spec.num_experts] * spec.num_moe_layers, torch.bfloat16, META, TORCH_OPS)
     whole = torch.empty(num_tokens, dtype=torch.int64, device=META)
     batch = ForwardBatch(
         input_ids_T=whole,

@@ -73,15 +73,15 @@ def test_sizes_agree(seed: int) -> None:
 
 def test_local_with_a_slot_named_twice_and_padding() -> None:
     x = torch.arange(6.0).view(3, 2)
-    plan = DispatchPlan(torch.tensor([[1, 1], [-1, -1], [0, -1]]), 3, 1, 0, 3)
+    weights = torch.tensor([[2.0, 3.0], [1.0, 1.0], [0.5, float("nan")]])
+    plan = DispatchPlan(torch.tensor([[1, 1], [-1, -1], [0, -1]]), weights, 3, 1, 0, 3)
     dispatcher = LocalDispatcher()
     batch = dispatcher.dispatch(x, plan).wait()
     assert batch.tokens_RD.data_ptr() == x.data_ptr()
     assert batch.row_index_S.tolist() == [2, 0, 0]
     assert batch.num_rows_p.tolist() == [1, 2, 0]
     y = batch.tokens_RD[batch.row_index_S]
-    weights = torch.tensor([[2.0, 3.0], [1.0, 1.0], [0.5, float("nan")]])
-    out = dispatcher.combine(y, batch, plan, weights).wait()
+    out = dispatcher.combine(y, batch, plan).wait()
     assert torch.equal(out, torch.stack([5 * x[0], 0 * x[1], 0.5 * x[2]]))
 
 

@@ -53,6 +53,9 @@ LAYERS: list[tuple[int, str]] = [
 
 ABOVE: dict[str, tuple[str, ...]] = {
     "moe_runtime.weights": ("moe_runtime.models",),  # weights fill what models declare
+    "moe_runtime.attention": (
+        "moe_runtime.layers",
+    ),  # rotation belongs to attention, its angles to the layers
     "moe_runtime.experts": ("moe_runtime.layers",),  # an expert is an MLP: the same activation functions
     "moe_runtime": ("moe_runtime.engine",),
 }

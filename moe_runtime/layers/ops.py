@@ -1,0 +1,68 @@
+"""The layers seam: the operations of a decoder outside attention and experts, which may be fused or made invariant.
+
+Chosen in `backends.py`, handed to the layers when they are built. `TorchOps` is the plain one and the oracle of the others.
+Legend: T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.nn import functional as F
+
+from moe_runtime.layers.activation import expert_activation
+
+
+class LayerOps(Protocol):
+    """All results have the dtype of the first argument. T may be 0."""
+
+    name: str
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (..., in), weight: (out, in). Returns (..., out)."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """weight * x / sqrt(mean(x^2) + eps) over the last axis; rounded to x's dtype before the weight is applied."""
+        ...
+
+    def add_rms_norm(
+        self, x_TD: torch.Tensor, delta_TD: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns s = x + delta, rounded to x's dtype, and rms_norm(s)."""
+        ...
+
+    def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """(..., 2F), gate then up, to (..., F): act(gate) * up."""
+        ...
+
+
+class TorchOps:
+    """Each operation as torch has it; any device."""
+
+    name = "torch"
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """See LayerOps."""
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See LayerOps. Statistics in float32, as transformers has them."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * normed.to(x.dtype)
+
+    def add_rms_norm(
+        self, x_TD: torch.Tensor, delta_TD: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See LayerOps."""
+        total = x_TD + delta_TD
+        return total, self.rms_norm(total, weight, eps)
+
+    def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """See LayerOps. Raises ConfigError on an unknown activation."""
+        return expert_activation(activation)(gate_up)
+
+
+TORCH_OPS = TorchOps()
