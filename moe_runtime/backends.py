@@ -10,14 +10,16 @@ import psutil
 from moe_runtime.attention.base import AttentionNeed
 from moe_runtime.attention.cpu import CpuPagedAttention
 from moe_runtime.attention.reference import ReferenceAttention
-from moe_runtime.dispatch import collective, heap_shm, local, one_sided
+from moe_runtime.dispatch import collective, grouping, heap_shm, local, one_sided, triton_grouping
 from moe_runtime.dispatch.collective import CollectiveDispatcher
 from moe_runtime.dispatch.local import LocalDispatcher
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.errors import BackendUnavailable
+from moe_runtime.experts import router, triton_router
 from moe_runtime.experts.base import ExpertNeed
 from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.reference import ReferenceExperts
+from moe_runtime.triton_support.availability import triton_problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from moe_runtime.config import EngineConfig
     from moe_runtime.dispatch.base import Dispatcher
     from moe_runtime.experts.base import ExpertKernel
+    from moe_runtime.experts.router import Router
     from moe_runtime.models.spec import ModelSpec
     from moe_runtime.topology import Topology
 
@@ -92,7 +95,8 @@ def make_dispatcher(
     }
     choice = choose("dispatcher", config.dispatcher, reasons, topology.rank == 0)
     if choice.name == "local":
-        return LocalDispatcher(), choice
+        on_triton = choose_routing(config, device, log=False).name == "triton"
+        return LocalDispatcher(triton_grouping.group_pairs if on_triton else grouping.group_pairs), choice
     if choice.name == "collective":
         return CollectiveDispatcher(topology.data_group, config.step_timeout), choice
     one = OneSidedDispatcher(
@@ -115,6 +119,19 @@ def process_runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def choose_routing(config: EngineConfig, device_type: str, *, log: bool) -> Choice:
+    """Router and grouping of pairs: kernels on every GPU, and in the interpreter where the experts are asked to be there."""
+    wanted = device_type != "cpu" or config.moe_backend == "triton"
+    problem = triton_problem(device_type) if wanted else "Triton kernels are for GPUs"
+    return choose("routing", "auto", {"triton": problem, "torch": None}, log)
+
+
+def make_router(config: EngineConfig, topology: Topology) -> tuple[Router, Choice]:
+    """How experts are chosen from the router's logits."""
+    choice = choose_routing(config, topology.device.type, log=topology.rank == 0)
+    return (triton_router.route if choice.name == "triton" else router.route), choice
 
 
 def make_experts(

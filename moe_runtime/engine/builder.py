@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from moe_runtime.dispatch.base import Dispatcher
     from moe_runtime.engine.rank_link import RankLink
     from moe_runtime.experts.base import ExpertKernel
+    from moe_runtime.experts.router import Router
     from moe_runtime.models.decoder import Decoder
     from moe_runtime.topology import Topology
 
@@ -44,6 +45,7 @@ class RankBuilder:
     decoder: Decoder
     dispatcher: Dispatcher
     kernel: ExpertKernel
+    router: Router
     cache: KVCache
     attention: AttentionBackend
 
@@ -97,6 +99,7 @@ class RankBuilder:
             self.dtype,
             self.topology.device,
             progress=lambda share: self.report("loading weights", 0.01 + 0.94 * share),
+            router=self.router,
         )
 
     def connect(self) -> None:
@@ -104,7 +107,8 @@ class RankBuilder:
         what = self.config, self.spec, self.dtype, self.topology
         self.dispatcher, dispatcher = backends.make_dispatcher(*what)
         self.kernel, kernel = backends.make_experts(*what)
-        self.choices = [dispatcher, kernel]
+        self.router, router = backends.make_router(self.config, self.topology)
+        self.choices = [dispatcher, kernel, router]
 
     def reserve(self) -> None:
         """The KV cache."""

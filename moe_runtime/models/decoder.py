@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from moe_runtime.attention.base import AttentionBackend
     from moe_runtime.core import ForwardBatch, Routing
+    from moe_runtime.experts.router import Router
     from moe_runtime.layers.ops import LayerOps
     from moe_runtime.models.spec import ModelSpec
 
@@ -92,6 +93,7 @@ class MoeMlp(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         ops: LayerOps,
+        router: Router,
     ) -> None:
         super().__init__()
         hidden, inner, shared = (
@@ -100,7 +102,7 @@ class MoeMlp(nn.Module):
             spec.shared_expert_intermediate_size,
         )
         self.moe_layer = moe_layer
-        self.top_k, self.renormalize = spec.top_k, spec.norm_topk_prob
+        self.route, self.routing_method = router, spec.routing_method()
         self.weights_dtype = dtype if spec.router_weights_in_model_dtype else torch.float32
         self.activation = spec.activation
         self.router = Linear(hidden, spec.num_experts, dtype, device, ops)
@@ -115,7 +117,7 @@ class MoeMlp(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, moe: RoutedExperts, max_num_tokens: int) -> torch.Tensor:
         """x_TD: normed hidden states. Calls `moe` once, also with T = 0. Returns (T, D)."""
-        routing = route(self.router(x_TD), self.top_k, self.renormalize, self.weights_dtype)
+        routing = self.route(self.router(x_TD), self.routing_method, None, self.weights_dtype)
         shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
         return moe(self.moe_layer, x_TD, routing, self.expert_weights(), max_num_tokens, shared)
 
@@ -177,6 +179,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         ops: LayerOps,
+        router: Router = route,
     ) -> None:
         """num_slots_per_moe_layer: expert slots held here, for each MoE layer in order (0 is allowed)."""
         super().__init__()
@@ -189,7 +192,7 @@ class Decoder(nn.Module):
         for layer in range(spec.num_layers):
             mlp: GatedMlp | MoeMlp
             if layer in slots:
-                mlp = MoeMlp(spec, *slots[layer], dtype, device, ops)
+                mlp = MoeMlp(spec, *slots[layer], dtype, device, ops, router)
             else:
                 mlp = GatedMlp(
                     spec.hidden_size, spec.dense_intermediate_size, spec.activation, dtype, device, ops
