@@ -38,12 +38,15 @@ class Report:
     num_warps: int
     instructions: dict[str, int]
     """Occurrences of `INSTRUCTIONS`, those that do occur."""
+    unresolved: tuple[str, ...] = ()
+    """Functions that are called but not linked. Not looked for on AMD."""
 
 
 def report(launch: Launch) -> Report:
     """Reads a launch's binary. Raises RuntimeError if that cannot be disassembled."""
     if "amdgcn" in launch.files:
         text = launch.files["amdgcn"].read_text()
+        unresolved = []
         registers, spills = (
             _number(r"\.vgpr_count:\s+(\d+)", text),
             _number(r"\.vgpr_spill_count:\s+(\d+)", text),
@@ -53,6 +56,7 @@ def report(launch: Launch) -> Report:
         text = _cuobjdump("-sass", launch.files["cubin"])
         registers = _number(r"\bREG:(\d+)", usage)
         spills = len(re.findall(r"\b(?:STL|LDL)\b", text))
+        unresolved = re.findall(r"\.extern\s+\.func[^;]*?\b(\w+)\s*\n?\(", launch.files["ptx"].read_text())
     return Report(
         registers=registers,
         spills=spills,
@@ -61,6 +65,8 @@ def report(launch: Launch) -> Report:
         instructions={
             name: count for name, pattern in INSTRUCTIONS.items() if (count := len(re.findall(pattern, text)))
         },
+        # The driver itself has these.
+        unresolved=tuple(name for name in unresolved if name not in ("vprintf", "__assertfail")),
     )
 
 
