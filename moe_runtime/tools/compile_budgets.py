@@ -20,7 +20,7 @@ HEADER = """\
 # that it launches, or why it is excluded and what is used instead ("<reason>; fallback = <what>").
 #   registers: most per thread (vector registers on AMD)   spills: most instructions to and from local memory (spilt vector
 #   registers on AMD)   shared: most bytes of shared memory   needs: instructions that must be there (kernel_report.py)
-# `python -m moe_runtime.tools.compile_check --update` adds what is missing and removes what is gone; it never raises a budget,
+# `python -m moe_runtime.tools.compile_check --update` adds what is missing and removes what is gone; it never changes a budget,
 # lowers the count, or writes `needs` or `excluded`: those are for a person to change, and another to review.
 """
 SLACK = 4
@@ -40,6 +40,15 @@ class Budget:
     def of(cls, report: Report) -> Budget:
         """What a kernel as it is now keeps to."""
         return cls(min(255, -(-(report.registers + SLACK) // 8) * 8), report.spills, report.shared_bytes)
+
+    def widened(self, other: Budget) -> Budget:
+        """The larger limits of both."""
+        return Budget(
+            max(self.registers, other.registers),
+            max(self.spills, other.spills),
+            max(self.shared, other.shared),
+            self.needs,
+        )
 
     def violations(self, report: Report) -> list[str]:
         """What the kernel takes too much of, or lacks."""
@@ -100,11 +109,18 @@ class Matrix:
                 )
         return found
 
-    def update(self, rows: Iterable[Row]) -> None:
-        """Adds budgets for what has none and drops those of what is no longer launched. Rows must be complete."""
+    def update(self, rows: Iterable[Row], others: Iterable[Row]) -> None:
+        """Adds budgets for what has none and drops those of what is no longer launched.
+
+        rows: complete, of the Triton in use. others: of another version; new budgets allow for them too.
+        """
         present = {(row.case, row.target, row.kernel): row.report for row in rows if row.report is not None}
         kept = {key: budget for key, budget in self.budgets.items() if key in present}
         self.budgets = {key: kept.get(key) or Budget.of(report) for key, report in present.items()}
+        for row in others:
+            key = row.case, row.target, row.kernel
+            if row.report is not None and key in self.budgets and key not in kept:
+                self.budgets[key] = self.budgets[key].widened(Budget.of(row.report))
         self.supported = max(self.supported, len(self.budgets))
 
     def dump(self) -> str:

@@ -69,14 +69,17 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.monotonic()
     rows = compile_rows(names, targets, library, matrix)
     if args.update:
-        matrix.update(rows)
+        others = msgspec.json.decode(args.also.read_bytes(), type=list[Row]) if args.also else []
+        matrix.update(rows, others)
         compile_budgets.FILE.write_text(matrix.dump(), encoding="utf-8")
     if args.json:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows)))
     found = matrix.check(rows, left_out if complete else None)
     lines = [*table(rows), *excluded_lines(matrix, names, targets), summary(rows, time.monotonic() - begin)]
     if left_out:
-        lines.append(f"not compiled: {', '.join(left_out)}: needs nvidia-nvshmem-cu13==3.4.5 installed, or --nvshmem FILE")
+        lines.append(
+            f"not compiled: {', '.join(left_out)}: needs nvidia-nvshmem-cu13==3.4.5 installed, or --nvshmem FILE"
+        )
     lines += [f"VIOLATION: {text}" for text in found]
     sys.stdout.write("\n".join(lines) + "\n")
     return 1 if found else 0
