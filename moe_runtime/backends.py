@@ -19,6 +19,7 @@ from moe_runtime.experts import router, triton_router
 from moe_runtime.experts.base import ExpertNeed
 from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.reference import ReferenceExperts
+from moe_runtime.experts.triton_grouped import TritonExperts
 from moe_runtime.triton_support.availability import triton_problem
 
 if TYPE_CHECKING:
@@ -139,7 +140,11 @@ def make_experts(
 ) -> tuple[ExpertKernel, Choice]:
     """How the local experts are computed."""
     need = ExpertNeed(device_type=topology.device.type, dtype=dtype, activation=spec.activation)
-    kernels: dict[str, ExpertKernel] = {"cpu": CpuExperts(), "reference": ReferenceExperts()}
+    kernels: dict[str, ExpertKernel] = {
+        "cpu": CpuExperts(),
+        "triton": TritonExperts(topology.device),
+        "reference": ReferenceExperts(),
+    }
     reasons = {name: kernel.supports(need) for name, kernel in kernels.items()}
     choice = choose("moe_backend", config.moe_backend, reasons, topology.rank == 0)
     return kernels[choice.name], choice

@@ -31,6 +31,11 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def device_name(device: torch.device) -> str | None:
+    """What the maker calls the GPU, such as "NVIDIA H200"; None for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors (compute units on AMD) of a device."""
     return INTERPRETER_NUM_SMS if interpreting() else int(_properties(device)["multiprocessor_count"])
