@@ -3,20 +3,25 @@
 A case calls a launcher as a step of a real model would. Tensors are on the CPU and uninitialised; nothing reads them, so large
 ones cost no memory. To add a kernel, add its cases here and its budgets with `compile_check --update`.
 
-Legend: T tokens, E experts, K experts per token.
+Legend: T tokens, E experts, K experts per token, p slots per rank, R token rows, S expert rows, D hidden, F expert
+intermediate size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
+from moe_runtime.core import ExpertBatch
 from moe_runtime.dispatch import triton_grouping
 from moe_runtime.experts import triton_router
+from moe_runtime.experts.base import ExpertWeights
 from moe_runtime.experts.router import RoutingMethod
+from moe_runtime.experts.triton_grouped import TritonExperts
+from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, QuantScheme
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -33,7 +38,7 @@ class Case:
 
 def all_cases(nvshmem: str | None) -> list[Case]:
     """Every case. `nvshmem`: path of NVSHMEM's device library; None if those that need it will not be launched."""
-    cases = [*router_cases(), *grouping_cases(), *nvshmem_cases(nvshmem or "")]
+    cases = [*router_cases(), *grouping_cases(), *expert_cases(), *nvshmem_cases(nvshmem or "")]
     assert len({case.name for case in cases}) == len(cases)
     return cases
 
@@ -86,6 +91,83 @@ def grouping_cases() -> list[Case]:
 
 def _group(num_tokens: int) -> None:
     triton_grouping.group_pairs(torch.empty(num_tokens, 8, dtype=torch.int64), 32)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A rank's experts of one layer."""
+
+    p: int
+    D: int
+    F: int
+    K: int
+    """Of the model: S = R * K is what arrives at most."""
+    dtype: torch.dtype = BF16
+    activation: str = "silu"
+    limit: float | None = None
+    scheme: QuantScheme | None = None
+    rounds: bool = False
+    """Whether activations are FP8 too."""
+    biases: bool = False
+
+
+def expert_cases() -> list[Case]:
+    """bf16 and the FP8 formats over three models' shapes; then what else the kernels distinguish."""
+    qwen = Experts(128, 2048, 768, 8)
+    deepseek = Experts(32, 7168, 2048, 8)
+    shapes = {
+        "Qwen3-30B-A3B bf16": qwen,
+        "Mixtral-8x7B bf16": Experts(8, 4096, 14336, 2),
+        "DeepSeek-V3 EP8 bf16": deepseek,
+        "DeepSeek-V3 EP8 fp8_block": replace(deepseek, scheme=FP8_BLOCK, rounds=True),
+        "Qwen3-30B-A3B fp8_block": replace(qwen, scheme=FP8_BLOCK, rounds=True),
+        "Qwen3-30B-A3B fp8_channel": replace(qwen, scheme=FP8_CHANNEL, rounds=True),
+        "Qwen3-30B-A3B fp8_tensor": replace(qwen, scheme=FP8_TENSOR, rounds=True),
+        "Qwen3-30B-A3B fp8_block W8A16": replace(qwen, scheme=FP8_BLOCK),
+    }
+    others = {
+        "gpt-oss-120b bf16": Experts(128, 2880, 2880, 4, activation="swiglu_oai", limit=7.0, biases=True),
+        "Qwen3-30B-A3B fp16": replace(qwen, dtype=FP16),
+        "Qwen3-30B-A3B fp32": replace(qwen, dtype=FP32),
+        "Nemotron-H bf16 relu2": Experts(128, 2688, 1856, 6, activation="relu2"),
+    }
+    cases = [
+        Case(f"experts {name} {what}", partial(_experts, shape, rows))
+        for name, shape in shapes.items()
+        for what, rows in (("decode", 8), ("batch", 256), ("prefill", 8192))
+    ]
+    cases += [
+        Case(f"experts {name} prefill", partial(_experts, shape, 8192)) for name, shape in others.items()
+    ]
+    cases += [
+        Case(f"experts {name} deterministic", partial(_experts, shapes[name], 256, True))
+        for name in ("Qwen3-30B-A3B bf16", "Qwen3-30B-A3B fp8_block")
+    ]
+    return cases
+
+
+def _experts(shape: Experts, num_rows: int, deterministic: bool = False) -> None:
+    parts = 1 if shape.activation == "relu2" else 2
+    stored = shape.dtype if shape.scheme is None else FP8
+    scales = shape.scheme.scale_shape if shape.scheme is not None else None
+    weights = ExpertWeights(
+        gate_up_pFD=torch.empty(shape.p, parts * shape.F, shape.D, dtype=stored),
+        down_pDF=torch.empty(shape.p, shape.D, shape.F, dtype=stored),
+        activation=shape.activation,
+        activation_limit=shape.limit,
+        gate_up_bias_pF=torch.empty(shape.p, parts * shape.F, dtype=shape.dtype) if shape.biases else None,
+        down_bias_pD=torch.empty(shape.p, shape.D, dtype=shape.dtype) if shape.biases else None,
+        scheme=shape.scheme,
+        gate_up_scale=torch.empty(shape.p, parts, *scales(shape.F, shape.D)) if scales else None,
+        down_scale=torch.empty(shape.p, *scales(shape.D, shape.F)) if scales else None,
+        quantize_activations=shape.rounds,
+    )
+    batch = ExpertBatch(
+        tokens_RD=torch.empty(num_rows, shape.D, dtype=shape.dtype),
+        row_index_S=torch.empty(num_rows * shape.K, dtype=torch.int64),
+        num_rows_p=torch.empty(shape.p, dtype=torch.int64),
+    )
+    TritonExperts(torch.device("cpu"), deterministic)(batch, weights)
 
 
 def nvshmem_cases(library: str) -> list[Case]:
