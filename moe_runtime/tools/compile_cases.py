@@ -115,32 +115,32 @@ def expert_cases() -> list[Case]:
     """bf16 and the FP8 formats over three models' shapes; then what else the kernels distinguish."""
     qwen = Experts(128, 2048, 768, 8)
     deepseek = Experts(32, 7168, 2048, 8)
+    rows = {"decode": 8, "batch": 256, "prefill": 8192}
+    everything, ends = tuple(rows), ("decode", "prefill")
     shapes = {
-        "Qwen3-30B-A3B bf16": qwen,
-        "Mixtral-8x7B bf16": Experts(8, 4096, 14336, 2),
-        "DeepSeek-V3 EP8 bf16": deepseek,
-        "DeepSeek-V3 EP8 fp8_block": replace(deepseek, scheme=FP8_BLOCK, rounds=True),
-        "Qwen3-30B-A3B fp8_block": replace(qwen, scheme=FP8_BLOCK, rounds=True),
-        "Qwen3-30B-A3B fp8_channel": replace(qwen, scheme=FP8_CHANNEL, rounds=True),
-        "Qwen3-30B-A3B fp8_tensor": replace(qwen, scheme=FP8_TENSOR, rounds=True),
-        "Qwen3-30B-A3B fp8_block W8A16": replace(qwen, scheme=FP8_BLOCK),
-    }
-    others = {
-        "gpt-oss-120b bf16": Experts(128, 2880, 2880, 4, activation="swiglu_oai", limit=7.0, biases=True),
-        "Qwen3-30B-A3B fp16": replace(qwen, dtype=FP16),
-        "Qwen3-30B-A3B fp32": replace(qwen, dtype=FP32),
-        "Nemotron-H bf16 relu2": Experts(128, 2688, 1856, 6, activation="relu2"),
+        "Qwen3-30B-A3B bf16": (qwen, ends),
+        "Mixtral-8x7B bf16": (Experts(8, 4096, 14336, 2), ends),
+        "DeepSeek-V3 EP8 bf16": (deepseek, everything),
+        "DeepSeek-V3 EP8 fp8_block": (replace(deepseek, scheme=FP8_BLOCK, rounds=True), everything),
+        "Qwen3-30B-A3B fp8_block": (replace(qwen, scheme=FP8_BLOCK, rounds=True), ends),
+        "Qwen3-30B-A3B fp8_channel": (replace(qwen, scheme=FP8_CHANNEL, rounds=True), ends),
+        "Qwen3-30B-A3B fp8_tensor": (replace(qwen, scheme=FP8_TENSOR, rounds=True), ends),
+        "Qwen3-30B-A3B fp8_block W8A16": (replace(qwen, scheme=FP8_BLOCK), ends),
+        "gpt-oss-120b bf16": (
+            Experts(128, 2880, 2880, 4, activation="swiglu_oai", limit=7.0, biases=True),
+            ("prefill",),
+        ),
+        "Qwen3-30B-A3B fp16": (replace(qwen, dtype=FP16), ("prefill",)),
+        "Qwen3-30B-A3B fp32": (replace(qwen, dtype=FP32), ("prefill",)),
+        "Nemotron-H bf16 relu2": (Experts(128, 2688, 1856, 6, activation="relu2"), ("prefill",)),
     }
     cases = [
-        Case(f"experts {name} {what}", partial(_experts, shape, rows))
-        for name, shape in shapes.items()
-        for what, rows in (("decode", 8), ("batch", 256), ("prefill", 8192))
+        Case(f"experts {name} {phase}", partial(_experts, shape, rows[phase]))
+        for name, (shape, phases) in shapes.items()
+        for phase in phases
     ]
     cases += [
-        Case(f"experts {name} prefill", partial(_experts, shape, 8192)) for name, shape in others.items()
-    ]
-    cases += [
-        Case(f"experts {name} deterministic", partial(_experts, shapes[name], 256, True))
+        Case(f"experts {name} deterministic", partial(_experts, shapes[name][0], 256, True))
         for name in ("Qwen3-30B-A3B bf16", "Qwen3-30B-A3B fp8_block")
     ]
     return cases
