@@ -6,7 +6,7 @@ of a row, n rank, K experts per token, K2 the next power of two, BT and BW rows 
 
 import triton.language as tl
 
-from moe_runtime.dispatch.triton_one_sided_kernels import half_of, rows_at
+from moe_runtime.dispatch.triton_one_sided_kernels import rows_at
 from moe_runtime.triton_support import jit
 
 
@@ -85,7 +85,7 @@ def return_rows(
     if OUTBOX_AT > 0 and address == 0:
         address = tl.load(address_ptr + me) + OUTBOX_AT + source * RETURNS_BYTES
     else:
-        address += half_of(tl.load(epoch_ptr) + 1, PARITY_BYTES)
+        address += ((tl.load(epoch_ptr) + 1) & 1) * PARITY_BYTES
     back = rows_at(address, RETURNS_AT, y_ptr)
     row = source * rows_per_source + first + i
     t = tl.load(record_ptr + row * RECORD, mask=live, other=0).to(tl.int64)
@@ -130,7 +130,7 @@ def return_sums(
     if OUTBOX_AT > 0 and address == 0:
         address = tl.load(address_ptr + me) + OUTBOX_AT + source * RETURNS_BYTES
     else:
-        address += half_of(tl.load(epoch_ptr) + 1, PARITY_BYTES)
+        address += ((tl.load(epoch_ptr) + 1) & 1) * PARITY_BYTES
     back = rows_at(address, RETURNS_AT, y_ptr)
     row = source * rows_per_source + first + i
     t = tl.load(record_ptr + row * RECORD, mask=live, other=0).to(tl.int64)
@@ -171,7 +171,7 @@ def sum_rows(
     d = tl.program_id(1) * BW + tl.arange(0, BW)
     live = t < num_tokens
     token = (begin + t).to(tl.int64)
-    address = tl.load(address_ptr + me) + half_of(tl.load(epoch_ptr), PARITY_BYTES)
+    address = tl.load(address_ptr + me) + (tl.load(epoch_ptr) & 1) * PARITY_BYTES
     back = rows_at(address, RETURNS_AT, out_ptr)
     total = tl.zeros((BT, BW), tl.float32)
     for k in tl.static_range(K):
@@ -209,7 +209,7 @@ def sum_partials(
     k = tl.arange(0, K2)
     live = t < num_tokens
     token = (begin + t).to(tl.int64)
-    address = tl.load(address_ptr + me) + half_of(tl.load(epoch_ptr), PARITY_BYTES)
+    address = tl.load(address_ptr + me) + (tl.load(epoch_ptr) & 1) * PARITY_BYTES
     back = rows_at(address, RETURNS_AT, out_ptr)
     here = live[:, None] & (k < K)[None, :]
     slot = tl.load(slot_ptr + token[:, None] * K + k[None, :], mask=here, other=-1)

@@ -25,12 +25,6 @@ def rows_at(address, offset, like):
     return tl.multiple_of((address + offset).to(tl.pointer_type(like.dtype.element_ty)), 16)
 
 
-@jit
-def half_of(epoch, PARITY_BYTES: tl.constexpr):
-    """Where the half of the slabs begins that this exchange uses."""
-    return (epoch & 1) * PARITY_BYTES
-
-
 @jit(do_not_specialize=["begin", "num_tokens"])
 def plan(
     slot_ptr,
@@ -96,7 +90,7 @@ def send(
     k = tl.arange(0, K2)
     live = t < num_tokens
     token = (begin + t).to(tl.int64)
-    half = half_of(tl.load(epoch_ptr) + 1, PARITY_BYTES)
+    half = ((tl.load(epoch_ptr) + 1) & 1) * PARITY_BYTES
     row = tl.load(x_ptr + token[:, None] * W + w[None, :], mask=live[:, None] & (w < W)[None, :])
     here = live[:, None] & (k < K)[None, :]
     slot = tl.load(slot_ptr + token[:, None] * K + k[None, :], mask=here, other=-1)
@@ -225,7 +219,7 @@ def receive(
     header = (address + HEADERS_AT).to(tl.pointer_type(tl.int64)) + ((epoch & 1) * N + source) * 2
     # Bounded, since after a peer was late it may say anything.
     count = tl.minimum(tl.maximum(tl.load(header), 0), room).to(tl.int32)
-    address += half_of(epoch, PARITY_BYTES)
+    address += (epoch & 1) * PARITY_BYTES
     rows = rows_at(address, ROWS_AT + source * ROWS_BYTES, token_ptr)
     to = source * rows_per_source + first + i
     live = (i < count)[:, None] & (w < W)[None, :]
