@@ -23,11 +23,13 @@ from moe_runtime.core import DispatchPlan, ExpertBatch
 from moe_runtime.dispatch.rows import Traffic
 from moe_runtime.dispatch.triton_one_sided_launch import OneSidedKernels, as_words
 from moe_runtime.dispatch.triton_one_sided_slabs import LATE, Call, fit_layout, watch
-from moe_runtime.errors import CapacityError, LockstepError
+from moe_runtime.errors import BackendUnavailable, CapacityError, LockstepError
 from moe_runtime.triton_support.availability import interpreting, triton_problem
 
 if TYPE_CHECKING:
     from moe_runtime.dispatch.heap import SymmetricHeap
+    from moe_runtime.dispatch.triton_one_sided_network import Network
+    from moe_runtime.dispatch.triton_one_sided_slabs import SlabLayout
     from moe_runtime.dispatch.waiting import IsAlive
 
 V = TypeVar("V")
@@ -88,8 +90,9 @@ class TritonOneSidedDispatcher:
 
     hidden_size, topk, dtype: the widest rows of any layer. step_timeout: seconds that a peer may be late.
     is_alive(rank): whether a peer's process still runs (CPU ranks). combine: `exact` returns every expert row; `per_rank`
-    returns one partial sum per token and rank, rounded to the rows' type.
-    Raises CapacityError if the heap cannot hold one token per peer.
+    returns one partial sum per token and rank, rounded to the rows' type. make_network: how to reach ranks whose memory is
+    not mapped here, given the heap's layout.
+    Raises CapacityError if the heap cannot hold one token per peer, BackendUnavailable if a rank cannot be reached.
     """
 
     name = "one_sided"
@@ -104,6 +107,7 @@ class TritonOneSidedDispatcher:
         step_timeout: float,
         is_alive: IsAlive,
         combine: str = "exact",
+        make_network: Callable[[SlabLayout], Network] | None = None,
     ) -> None:
         assert combine in ("exact", "per_rank"), f"combine={combine!r}"
         self.traffic = Traffic()
@@ -116,7 +120,7 @@ class TritonOneSidedDispatcher:
         # Only where the host shares the ranks' memory and kernels run when they are called.
         self._on_host = heap.segment.device.type == "cpu" and interpreting()
         looks = 1 if self._on_host else min(2**31 - 1, int(step_timeout * _LOOKS_PER_SECOND))
-        self.kernels = OneSidedKernels(heap, self.layout, looks)
+        self.kernels = OneSidedKernels(heap, self.layout, looks, self._network(networked, make_network))
         self._problem_N = self.kernels.problem_N.numpy()
         self._timeout, self._is_alive = step_timeout, is_alive
         # The transfer that has not been finished, if any; it holds the rows it sends.
@@ -135,12 +139,12 @@ class TritonOneSidedDispatcher:
         R, rounds = N * plan.max_num_tokens, self.layout.num_rounds(plan.max_num_tokens)
         tokens_RD = x_TD.new_empty(R, x_TD.shape[1])
         record_RX = slot_TK.new_empty(R, self.layout.record_words(K), dtype=torch.int32)
-        count_rN = slot_TK.new_empty(rounds, N, dtype=torch.int32)
+        count_rN = slot_TK.new_zeros(rounds, N, dtype=torch.int32)
 
         def send(number: int) -> None:
             begin, num_tokens = self._share(number, x_TD.shape[0])
             position_Nt, count_N = kernels.plan(slot_TK, begin, num_tokens, plan.slots_per_rank)
-            kernels.send(x_TW, slot_TK, weights_TK, position_Nt, begin, plan.slots_per_rank)
+            kernels.send(x_TW, slot_TK, weights_TK, position_Nt, count_N, begin, plan.slots_per_rank)
             self._signal(count_N, call)
             if self._on_host:
                 self.traffic.rows_sent += int(count_N.sum() - count_N[plan.rank])
@@ -210,6 +214,15 @@ class TritonOneSidedDispatcher:
             self._heap.close()
             self._heap = None
 
+    def _network(
+        self, networked: bool, make_network: Callable[[SlabLayout], Network] | None
+    ) -> Network | None:
+        if not networked:
+            return None
+        if make_network is None:
+            raise BackendUnavailable("one-sided dispatch: the memory of some ranks is not mapped here")
+        return make_network(self.layout)
+
     def _begin(self, kind: int, rows: torch.Tensor, plan: DispatchPlan) -> Call:
         """Finish the last call, and check that this one fits."""
         assert self._heap is not None, "the dispatcher is closed"
@@ -246,9 +259,7 @@ class TritonOneSidedDispatcher:
 
     def _rows_returned(self, handle: _Handle, plan: DispatchPlan) -> int:
         """Rows that go to other ranks: pairs computed here, or with partial sums tokens."""
-        if self.layout.with_weights:
-            counts = handle.count_rN.sum(0)
-            return int(counts.sum() - counts[plan.rank])
         K = handle.expert_row_RK.shape[1]
-        pairs_N = (handle.record_RX[:, 1 : 1 + K] >= 0).view(plan.num_ranks, -1).sum(1)
-        return int(pairs_N.sum() - pairs_N[plan.rank])
+        words = slice(0, 1) if self.layout.with_weights else slice(1, 1 + K)
+        rows_N = (handle.record_RX[:, words] >= 0).view(plan.num_ranks, -1).sum(1)
+        return int(rows_N.sum() - rows_N[plan.rank])

@@ -16,6 +16,7 @@ from moe_runtime.triton_support.availability import interpreting
 
 if TYPE_CHECKING:
     from moe_runtime.dispatch.heap import SymmetricHeap
+    from moe_runtime.dispatch.triton_one_sided_network import Network
 
 _WORDS = (torch.int32, torch.int16, torch.uint8)
 
@@ -63,15 +64,18 @@ class OneSidedKernels:
     """The kernels over one heap. `epoch` (int64, one element): the last exchange received in full.
 
     problem (int32 [N], readable by the host at any time): what went wrong with each rank, 0 if nothing.
-    max_looks: how often a waiting kernel looks at the flags before it gives up.
+    max_looks: how often a waiting kernel looks at the flags before it gives up. network: carries the outbox, if there is one.
     """
 
-    def __init__(self, heap: SymmetricHeap, layout: SlabLayout, max_looks: int) -> None:
+    def __init__(
+        self, heap: SymmetricHeap, layout: SlabLayout, max_looks: int, network: Network | None
+    ) -> None:
         device = heap.segment.device
         self.layout, self.tiles = layout, choose_tiles(interpreting())
         self.rank, self.num_ranks = heap.rank, heap.num_ranks
         self._addresses_N = heap.addresses_N
         self._max_looks = max_looks
+        self._network = network
         # Tensors made inside inference mode could not be written outside it.
         with torch.inference_mode(False):
             self.epoch = torch.zeros(1, dtype=torch.int64, device=device)
@@ -107,6 +111,7 @@ class OneSidedKernels:
         slot_TK: torch.Tensor,
         weights_TK: torch.Tensor,
         position_Nt: torch.Tensor,
+        count_N: torch.Tensor,
         begin: int,
         slots_per_rank: int,
     ) -> None:
@@ -143,6 +148,9 @@ class OneSidedKernels:
             BW=columns,
             num_warps=tiles.num_warps,
         )
+        if self._network is not None:
+            row_bytes = W * x_TW.element_size()
+            self._network.put_messages(self.epoch, count_N, num_tokens, row_bytes, K)
 
     def signal(self, count_N: torch.Tensor, call: int) -> None:
         """Publish the messages of the exchange. count_N: int32 rows of each; call: `Call.pack()`."""
@@ -158,6 +166,8 @@ class OneSidedKernels:
             HEADERS_AT=self.layout.headers_at,
             num_warps=1,
         )
+        if self._network is not None:
+            self._network.signal(self.epoch, count_N, call)
 
     def wait(self, call: int) -> None:
         """Hold the stream until all have sent the exchange; what goes wrong is noted in problem_N."""
@@ -280,6 +290,9 @@ class OneSidedKernels:
             # A fused multiply-add rounds once where the contract rounds twice.
             enable_fp_fusion=False,
         )
+        if self._network is not None:
+            row_bytes = W * y_SW.element_size()
+            self._network.put_returns(self.epoch, record_RX, count_N, first, room, row_bytes, K)
 
     def sum_up(
         self,

@@ -1,6 +1,7 @@
 """What a segment of the one-sided Triton kernels looks like, and how the host of CPU ranks watches it.
 
-    flags: N words | headers: 2 x N x (rows, call) | even half | odd half | outbox, if a rank is beyond a network
+    flags: N words | headers: 2 x N x (rows, call) | even half | odd half | outbox, if a rank is beyond a network:
+                                                                           rows and records to N ranks, N x returns, headers
 
     a half:    rows from rank 0 | ... | rows from rank N-1      C rows each, of token rows
                records, likewise                                C x (token, K slots[, K weights]) of int32
@@ -138,9 +139,15 @@ class SlabLayout:
         return 2 * self.parity_bytes if self.networked else 0
 
     @property
+    def outbox_headers_at(self) -> int:
+        """Where a rank composes the N headers that go over a network."""
+        return self.outbox_at + self.returns_at + self.num_ranks * self.returns_bytes
+
+    @property
     def segment_bytes(self) -> int:
-        outbox = self.returns_at - self.rows_at + self.num_ranks * self.returns_bytes if self.networked else 0
-        return self.rows_at + 2 * self.parity_bytes + outbox
+        if self.networked:
+            return self.outbox_headers_at + _align(16 * self.num_ranks)
+        return self.rows_at + 2 * self.parity_bytes
 
     def num_rounds(self, max_num_tokens: int) -> int:
         """Exchanges that a call takes; at least one, so that ranks stay in step."""

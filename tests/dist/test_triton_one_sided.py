@@ -38,7 +38,7 @@ def make(
 ) -> ExactRows:
     """Over the default group; `tiny` has room for a few tokens a round."""
     needed = fit_layout(num_ranks, 1 << 30, 4 * MAX_D, MAX_K, combine == "per_rank", False)
-    size = needed.segment_bytes // needed.capacity * (4 if tiny else 200) // 64 * 64
+    size = needed.segment_bytes // needed.capacity * (4 if tiny else 400) // 64 * 64
     return ExactRows(
         TritonOneSidedDispatcher(
             SharedHeap(dist.get_rank(), exchange, size),
@@ -97,8 +97,8 @@ SLOW = pytest.mark.slow
         (3, QUICK[:3], False, "per_rank"),
         (2, QUICK[:1], True, "exact"),
         *[pytest.param(n, ALL, False, c, marks=SLOW) for n in (1, 2, 3) for c in ("exact", "per_rank")],
-        *[pytest.param(2, ALL[:-1], True, c, marks=SLOW) for c in ("exact", "per_rank")],
-        pytest.param(4, QUICK, True, "exact", marks=SLOW),
+        *[pytest.param(2, QUICK, True, c, marks=SLOW) for c in ("exact", "per_rank")],
+        pytest.param(4, QUICK[:1], True, "exact", marks=SLOW),
     ],
 )
 def test_contract(num_ranks: int, names: list[str], tiny: bool, combine: str, seed: int) -> None:

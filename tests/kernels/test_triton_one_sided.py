@@ -11,9 +11,9 @@ import torch
 from moe_runtime.core import DispatchPlan
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided_launch import as_words
-from moe_runtime.dispatch.triton_one_sided_slabs import LATE, OTHER_CALL, Call, fit_layout
+from moe_runtime.dispatch.triton_one_sided_slabs import LATE, OTHER_CALL, Call, SlabLayout, fit_layout
 from moe_runtime.dispatch.triton_one_sided_virtual import VirtualHeap, VirtualRanks
-from moe_runtime.errors import CapacityError, LockstepError
+from moe_runtime.errors import BackendUnavailable, CapacityError, LockstepError
 from tests.helpers.dispatch_cases import CASES, MAX_D, MAX_K, Case, expect, make_data
 from tests.helpers.exact_rows import combine_exact, dispatch_exact, per_rank_sums
 
@@ -124,6 +124,96 @@ def test_results_outlive_later_calls(seed: int) -> None:
         assert all(torch.equal(out, expect(data[i], rank).out) for rank, out in enumerate(outs))
 
 
+class Carrier:
+    """Plays the network between virtual ranks whose memory is not mapped: copies outboxes as NVSHMEM's puts would."""
+
+    def __init__(self, rank: int, segments: list[torch.Tensor], layout: SlabLayout) -> None:
+        self._rank, self._segments, self._layout = rank, segments, layout
+
+    def _copy(self, n: int, source: int, target: int, size: int) -> None:
+        self._segments[n][target : target + size] = self._segments[self._rank][source : source + size]
+
+    def _peers(self) -> list[int]:
+        return [n for n in range(len(self._segments)) if n != self._rank]
+
+    def put_messages(
+        self, epoch: torch.Tensor, count_N: torch.Tensor, capacity: int, row_bytes: int, topk: int
+    ) -> None:
+        layout, half = self._layout, (int(epoch) + 1) % 2 * self._layout.parity_bytes
+        assert int(count_N.max()) <= capacity
+        for n in self._peers():
+            for at, stride, size in (
+                (layout.rows_at, layout.rows_bytes, row_bytes),
+                (layout.records_at, layout.records_bytes, 4 * layout.record_words(topk)),
+            ):
+                source, target = layout.outbox_at + at + n * stride, half + at + self._rank * stride
+                self._copy(n, source, target, int(count_N[n]) * size)
+
+    def put_returns(
+        self,
+        epoch: torch.Tensor,
+        record_RX: torch.Tensor,
+        count_N: torch.Tensor,
+        first: int,
+        room: int,
+        row_bytes: int,
+        topk: int,
+    ) -> None:
+        layout, half = self._layout, (int(epoch) + 1) % 2 * self._layout.parity_bytes
+        records = record_RX.view(len(self._segments), -1, record_RX.shape[1])
+        for n in self._peers():
+            for record in records[n, first : first + int(count_N[n])].tolist():
+                ks = [k for k in range(topk) if record[1 + k] >= 0]
+                for k in ks[:1] if layout.with_weights else ks:
+                    place = layout.returns_at + (record[0] * topk + k) * row_bytes
+                    self._copy(n, layout.outbox_at + n * layout.returns_bytes + place, half + place, row_bytes)
+
+    def signal(self, epoch: torch.Tensor, count_N: torch.Tensor, call: int) -> None:
+        number, layout = int(epoch) + 1, self._layout
+        for n in self._peers():
+            words = self._segments[n].view(torch.int64)
+            header = layout.headers_at // 8 + (number % 2 * len(self._segments) + self._rank) * 2
+            words[header], words[header + 1], words[self._rank] = count_N[n], call, number
+
+
+@pytest.mark.parametrize("combine", ["exact", "per_rank"])
+def test_messages_to_ranks_beyond_a_network_are_laid_out_in_the_outbox(combine: str, seed: int) -> None:
+    segments = [torch.zeros(BIG, dtype=torch.uint8) for _ in range(3)]
+    ranks = virtual(3, combine=combine)
+    ranks.dispatchers = []
+    for rank in range(3):
+        heap = VirtualHeap(rank, segments)
+        heap.addresses_N = torch.where(torch.arange(3) == rank, heap.addresses_N, 0)
+        ranks.dispatchers.append(
+            TritonOneSidedDispatcher(
+                heap,
+                hidden_size=MAX_D,
+                topk=MAX_K,
+                dtype=torch.float32,
+                step_timeout=1.0,
+                is_alive=lambda _: True,
+                combine=combine,
+                make_network=lambda layout, rank=rank: Carrier(rank, segments, layout),  # type: ignore[misc]
+            )
+        )
+    for index, name in enumerate(("some padding", "bfloat16", "hot expert")):
+        check_case(ranks, next(c for c in CASES if c.name == name), combine, seed + index)
+
+
+def test_unmapped_memory_without_a_network_is_refused() -> None:
+    heap = VirtualHeap(0, [torch.zeros(BIG, dtype=torch.uint8)] * 2)
+    heap.addresses_N[1] = 0
+    with pytest.raises(BackendUnavailable, match="not mapped"):
+        TritonOneSidedDispatcher(
+            heap,
+            hidden_size=16,
+            topk=2,
+            dtype=torch.float32,
+            step_timeout=1.0,
+            is_alive=lambda _: True,
+        )
+
+
 def lone_dispatcher(num_ranks: int = 3) -> TritonOneSidedDispatcher:
     """Rank 0 of ranks that do nothing."""
     segments = [torch.zeros(BIG, dtype=torch.uint8) for _ in range(num_ranks)]
@@ -142,8 +232,6 @@ def test_a_waiting_kernel_gives_up_and_says_why() -> None:
     kernels, call = dispatcher.kernels, Call(1, 8, 64, 2).pack()
     dispatcher.check()
     kernels.signal(torch.zeros(3, dtype=torch.int32), call)
-    words = kernels._addresses_N  # noqa: SLF001 - to speak for a peer
-    assert words.shape == (3,)
     own = dispatcher._heap.segment.view(torch.int64)  # type: ignore[union-attr]  # noqa: SLF001
     # Rank 1 is at this exchange with another call, rank 2 has sent nothing.
     own[kernels.layout.headers_at // 8 + (1 * 3 + 1) * 2 + 1] = Call(2, 8, 64, 2).pack()
@@ -193,7 +281,7 @@ def test_layouts_fit_and_use_what_there_is(seed: int) -> None:
         if networked:
             outbox_end = layout.outbox_at + layout.returns_at + N * layout.returns_bytes
             assert layout.outbox_at + layout.rows_at >= layout.rows_at + 2 * layout.parity_bytes
-            assert outbox_end <= layout.segment_bytes
+            assert outbox_end <= layout.outbox_headers_at <= layout.segment_bytes - 16 * N
 
 
 def test_calls_pack_into_a_word() -> None:
