@@ -157,7 +157,9 @@ class TritonOneSidedDispatcher:
         def result() -> ExpertBatch:
             self._last = None
             row_index_S, num_rows_p, expert_row_RK = kernels.group(record_RX, K, plan.slots_per_rank)
-            return ExpertBatch(tokens_RD, row_index_S, num_rows_p, _Handle(record_RX, expert_row_RK, count_rN))
+            return ExpertBatch(
+                tokens_RD, row_index_S, num_rows_p, _Handle(record_RX, expert_row_RK, count_rN)
+            )
 
         self.traffic.dispatches += 1
         transfer = Transfer(rounds, send, receive, result)
@@ -201,7 +203,8 @@ class TritonOneSidedDispatcher:
         """Raise LockstepError if a waiting kernel has noted a peer that was late or at another call. Waits for nothing."""
         if self._problem_N.any():
             notes = [
-                f"rank {n} " + ("sent nothing in time (step_timeout)" if note == LATE else "is at another call")
+                f"rank {n} "
+                + ("sent nothing in time (step_timeout)" if note == LATE else "is at another call")
                 for n, note in enumerate(self._problem_N.tolist())
                 if note
             ]

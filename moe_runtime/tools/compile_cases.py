@@ -15,8 +15,10 @@ from functools import partial
 
 import torch
 
-from moe_runtime.core import ExpertBatch
+from moe_runtime.core import DispatchPlan, ExpertBatch
 from moe_runtime.dispatch import triton_grouping
+from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
+from moe_runtime.dispatch.triton_one_sided_virtual import VirtualHeap
 from moe_runtime.experts import triton_router
 from moe_runtime.experts.base import ExpertWeights
 from moe_runtime.experts.router import RoutingMethod
@@ -38,7 +40,13 @@ class Case:
 
 def all_cases(nvshmem: str | None) -> list[Case]:
     """Every case. `nvshmem`: path of NVSHMEM's device library; None if those that need it will not be launched."""
-    cases = [*router_cases(), *grouping_cases(), *expert_cases(), *nvshmem_cases(nvshmem or "")]
+    cases = [
+        *router_cases(),
+        *grouping_cases(),
+        *expert_cases(),
+        *one_sided_cases(),
+        *nvshmem_cases(nvshmem or ""),
+    ]
     assert len({case.name for case in cases}) == len(cases)
     return cases
 
@@ -168,6 +176,34 @@ def _experts(shape: Experts, num_rows: int, deterministic: bool = False) -> None
         num_rows_p=torch.empty(shape.p, dtype=torch.int64),
     )
     TritonExperts(torch.device("cpu"), deterministic)(batch, weights)
+
+
+def one_sided_cases() -> list[Case]:
+    """DeepSeek-V3 over eight ranks whose memory is mapped, with either way to combine."""
+    return [Case(f"one-sided {combine}", partial(_one_sided, combine)) for combine in ("exact", "per_rank")]
+
+
+def _one_sided(combine: str) -> None:
+    T, K, D, num_ranks = 128, 8, 7168, 8
+    dispatcher = TritonOneSidedDispatcher(
+        VirtualHeap(0, [torch.empty(32 << 20, dtype=torch.uint8)] * num_ranks),
+        hidden_size=D,
+        topk=K,
+        dtype=BF16,
+        step_timeout=300.0,
+        is_alive=lambda rank: True,
+        combine=combine,
+    )
+    plan = DispatchPlan(
+        global_slot_TK=torch.empty(T, K, dtype=torch.int64),
+        topk_weights_TK=torch.empty(T, K),
+        slots_per_rank=32,
+        num_ranks=num_ranks,
+        rank=0,
+        max_num_tokens=T,
+    )
+    batch = dispatcher.dispatch(torch.empty(T, D, dtype=BF16), plan).wait()
+    dispatcher.combine(torch.empty(batch.row_index_S.shape[0], D, dtype=BF16), batch, plan).wait()
 
 
 def nvshmem_cases(library: str) -> list[Case]:
