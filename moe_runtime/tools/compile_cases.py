@@ -18,6 +18,7 @@ import torch
 from moe_runtime.core import DispatchPlan, ExpertBatch
 from moe_runtime.dispatch import triton_grouping
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
+from moe_runtime.dispatch.triton_one_sided_network import NvshmemNetwork
 from moe_runtime.dispatch.triton_one_sided_virtual import VirtualHeap
 from moe_runtime.experts import triton_router
 from moe_runtime.experts.base import ExpertWeights
@@ -44,8 +45,7 @@ def all_cases(nvshmem: str | None) -> list[Case]:
         *router_cases(),
         *grouping_cases(),
         *expert_cases(),
-        *one_sided_cases(),
-        *nvshmem_cases(nvshmem or ""),
+        *one_sided_cases(nvshmem or ""),
     ]
     assert len({case.name for case in cases}) == len(cases)
     return cases
@@ -178,21 +178,31 @@ def _experts(shape: Experts, num_rows: int, deterministic: bool = False) -> None
     TritonExperts(torch.device("cpu"), deterministic)(batch, weights)
 
 
-def one_sided_cases() -> list[Case]:
-    """DeepSeek-V3 over eight ranks whose memory is mapped, with either way to combine."""
-    return [Case(f"one-sided {combine}", partial(_one_sided, combine)) for combine in ("exact", "per_rank")]
+def one_sided_cases(library: str) -> list[Case]:
+    """DeepSeek-V3 over eight ranks, with either way to combine; all of their memory is mapped, or half of it."""
+    cases = []
+    for combine in ("exact", "per_rank"):
+        cases += [
+            Case(f"one-sided {combine}", partial(_one_sided, combine, None)),
+            Case(f"one-sided {combine} over NVSHMEM", partial(_one_sided, combine, library), True),
+        ]
+    return cases
 
 
-def _one_sided(combine: str) -> None:
+def _one_sided(combine: str, library: str | None) -> None:
     T, K, D, num_ranks = 128, 8, 7168, 8
+    heap = VirtualHeap(0, [torch.empty(64 << 20, dtype=torch.uint8)] * num_ranks)
+    if library is not None:
+        heap.addresses_N[num_ranks // 2 :] = 0
     dispatcher = TritonOneSidedDispatcher(
-        VirtualHeap(0, [torch.empty(32 << 20, dtype=torch.uint8)] * num_ranks),
+        heap,
         hidden_size=D,
         topk=K,
         dtype=BF16,
         step_timeout=300.0,
         is_alive=lambda rank: True,
         combine=combine,
+        make_network=lambda layout: NvshmemNetwork(heap, layout, library or ""),
     )
     plan = DispatchPlan(
         global_slot_TK=torch.empty(T, K, dtype=torch.int64),
@@ -204,10 +214,3 @@ def _one_sided(combine: str) -> None:
     )
     batch = dispatcher.dispatch(torch.empty(T, D, dtype=BF16), plan).wait()
     dispatcher.combine(torch.empty(batch.row_index_S.shape[0], D, dtype=BF16), batch, plan).wait()
-
-
-def nvshmem_cases(library: str) -> list[Case]:
-    """Device calls of NVSHMEM, linked with its device library."""
-    from moe_runtime.tools import nvshmem_probe
-
-    return [Case("nvshmem put and signal", partial(nvshmem_probe.put_and_signal, library), True)]

@@ -9,7 +9,6 @@ they take is read from the binaries (kernel_report.py) and compared with kernel_
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import subprocess
 import sys
@@ -19,7 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from moe_runtime.errors import ConfigError
+from moe_runtime.dispatch.heap_nvshmem import device_library
+from moe_runtime.errors import BackendUnavailable, ConfigError
 from moe_runtime.tools import compile_budgets
 from moe_runtime.tools.compile_cases import all_cases
 from moe_runtime.tools.compile_worker import Request, Row, Start
@@ -29,7 +29,6 @@ from moe_runtime.weights.demo_model import models_folder
 WORKERS = 2
 LIMIT_S = 900.0
 """Longest time for all cases of one target."""
-NVSHMEM_LIBRARY = "lib/libnvshmem_device.bc"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,12 +86,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def installed_nvshmem() -> str | None:
     """NVSHMEM's device library in this environment, if it is there."""
-    spec = importlib.util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations or [] if spec else []:
-        path = Path(folder) / "nvshmem" / NVSHMEM_LIBRARY
-        if path.is_file():
-            return str(path)
-    return None
+    try:
+        return device_library()
+    except BackendUnavailable:
+        return None
 
 
 def compile_rows(

@@ -68,7 +68,7 @@ class StandInDriver:
         from triton.runtime import driver
 
         driver.set_active(self)
-        knobs.runtime.kernel_load_end_hook = self._loaded
+        knobs.runtime.kernel_load_end_hook.add(self._loaded)
 
     # What Triton calls.
 
@@ -125,5 +125,8 @@ class StandInDriver:
 
         return launch
 
-    def _loaded(self, module: Any, function: Any, name: str, files: dict[str, str], kernel_hash: str) -> None:
-        self._files[kernel_hash] = {Path(path).suffix[1:]: Path(path) for path in files.values()}
+    def _loaded(
+        self, module: Any, function: Any, name: str, metadata_group: dict[str, str], hash: str
+    ) -> None:  # noqa: A002
+        # Argument names are Triton's.
+        self._files[hash] = {Path(path).suffix[1:]: Path(path) for path in metadata_group.values()}

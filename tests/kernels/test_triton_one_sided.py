@@ -237,7 +237,7 @@ def test_a_waiting_kernel_gives_up_and_says_why() -> None:
     kernels, call = dispatcher.kernels, Call(1, 8, 64, 2).pack()
     dispatcher.check()
     kernels.signal(torch.zeros(3, dtype=torch.int32), call)
-    own = dispatcher._heap.segment.view(torch.int64)  # type: ignore[union-attr]  # noqa: SLF001
+    own = dispatcher._heap.segment.view(torch.int64)  # type: ignore[union-attr]
     # Rank 1 is at this exchange with another call, rank 2 has sent nothing.
     own[kernels.layout.headers_at // 8 + (1 * 3 + 1) * 2 + 1] = Call(2, 8, 64, 2).pack()
     own[1] = 1
@@ -254,7 +254,7 @@ def test_ranks_that_send_nothing_are_an_error() -> None:
     dispatcher = lone_dispatcher()
     plan = DispatchPlan(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2), 1, 3, 0, 1)
     pending = dispatcher.dispatch(torch.zeros(1, 16), plan)
-    with pytest.raises(LockstepError, match="rank 1 sent no dispatch message for 0.2 s"):
+    with pytest.raises(LockstepError, match=r"rank 1 sent no dispatch message for 0\.2 s"):
         pending.wait()
 
 
