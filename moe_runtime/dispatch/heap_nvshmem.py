@@ -108,9 +108,7 @@ def _start(rank: int, num_ranks: int, all_gather_text: AllGatherText, device: to
     raw = unique_id._data.view(np.uint8)
     raw[:] = np.frombuffer(bytes.fromhex(all_gather_text(raw.tobytes().hex())[0]), dtype=np.uint8)
     try:
-        nvshmem.core.init(
-            device=gpu, uid=unique_id, rank=rank, nranks=num_ranks, initializer_method="uid"
-        )
+        nvshmem.core.init(device=gpu, uid=unique_id, rank=rank, nranks=num_ranks, initializer_method="uid")
     except Exception as error:
         raise BackendUnavailable(f"NVSHMEM does not start on rank {rank}: {error}") from error
     return nvshmem.core

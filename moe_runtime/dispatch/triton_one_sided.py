@@ -38,9 +38,21 @@ _DISPATCH, _COMBINE = 1, 2
 _LOOKS_PER_SECOND = 1_500_000
 
 
-def unsupported(device_type: str) -> str | None:
-    """Why the kernels cannot run on ranks of this device type, or None."""
-    return triton_problem(device_type)
+def unsupported(
+    num_ranks: int, device_type: str, buffer_bytes: int, row_bytes: int, topk: int, combine: str = "exact"
+) -> str | None:
+    """Why the kernels cannot serve ranks of this device type, or None.
+
+    `buffer_bytes`: memory per rank; `row_bytes`: the widest token row.
+    """
+    reason = triton_problem(device_type)
+    if reason is not None:
+        return reason
+    try:
+        fit_layout(num_ranks, buffer_bytes, row_bytes, topk, combine == "per_rank", False)
+    except CapacityError as error:
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True)
@@ -157,7 +169,9 @@ class TritonOneSidedDispatcher:
         def result() -> ExpertBatch:
             self._last = None
             row_index_S, num_rows_p, expert_row_RK = kernels.group(record_RX, K, plan.slots_per_rank)
-            return ExpertBatch(tokens_RD, row_index_S, num_rows_p, _Handle(record_RX, expert_row_RK, count_rN))
+            return ExpertBatch(
+                tokens_RD, row_index_S, num_rows_p, _Handle(record_RX, expert_row_RK, count_rN)
+            )
 
         self.traffic.dispatches += 1
         transfer = Transfer(rounds, send, receive, result)
@@ -201,7 +215,8 @@ class TritonOneSidedDispatcher:
         """Raise LockstepError if a waiting kernel has noted a peer that was late or at another call. Waits for nothing."""
         if self._problem_N.any():
             notes = [
-                f"rank {n} " + ("sent nothing in time (step_timeout)" if note == LATE else "is at another call")
+                f"rank {n} "
+                + ("sent nothing in time (step_timeout)" if note == LATE else "is at another call")
                 for n, note in enumerate(self._problem_N.tolist())
                 if note
             ]

@@ -138,7 +138,9 @@ def return_sums(
     first_k = tl.full((BT,), K, tl.int32)
     for k in tl.static_range(K):
         has = tl.load(record_ptr + row * RECORD + 1 + k, mask=live, other=-1) >= 0
-        weight = tl.load(record_ptr + row * RECORD + 1 + K + k, mask=live, other=0).to(tl.float32, bitcast=True)
+        weight = tl.load(record_ptr + row * RECORD + 1 + K + k, mask=live, other=0).to(
+            tl.float32, bitcast=True
+        )
         expert_row = tl.load(expert_row_ptr + row * K + k, mask=has, other=0).to(tl.int64)
         y = tl.load(
             y_ptr + expert_row[:, None] * W + d[None, :], mask=has[:, None] & (d < W)[None, :], other=0.0

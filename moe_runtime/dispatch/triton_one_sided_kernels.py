@@ -231,6 +231,8 @@ def receive(
         record = tl.load(
             records + i[:, None] * RECORD + r[None, :], mask=(i < count)[:, None] & wanted, other=-1
         )
-        tl.store(record_out_ptr + to[:, None] * RECORD + r[None, :], record, mask=(i < room)[:, None] & wanted)
+        tl.store(
+            record_out_ptr + to[:, None] * RECORD + r[None, :], record, mask=(i < room)[:, None] & wanted
+        )
         if tl.program_id(1) == 0:
             tl.store(count_out_ptr + source, count)

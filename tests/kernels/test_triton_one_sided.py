@@ -37,7 +37,8 @@ def check_case(ranks: VirtualRanks, case: Case, combine: str, seed: int) -> None
         assert batch.num_rows_p.tolist() == [len(r) for r in wanted.slot_rows]
         assert batch.tokens_RD.shape[0] == len(wanted.received)
         assert torch.equal(
-            batch.tokens_RD[batch.row_index_S], torch.stack(rows) if rows else data.x[0].new_empty(0, case.hidden)
+            batch.tokens_RD[batch.row_index_S],
+            torch.stack(rows) if rows else data.x[0].new_empty(0, case.hidden),
         )
     outs = combine_exact(ranks, [data.compute(b, r) for r, b in enumerate(batches)], batches, plans)
     for rank, out in enumerate(outs):
@@ -69,7 +70,9 @@ def test_virtual_ranks(num_ranks: int, names: tuple[str, ...], combine: str, see
 @pytest.mark.parametrize("combine", ["exact", "per_rank"])
 def test_more_tokens_than_the_slabs_hold(combine: str, seed: int) -> None:
     needed = fit_layout(2, BIG, 4 * 16, 2, combine == "per_rank", False)
-    layout = fit_layout(2, needed.segment_bytes // needed.capacity * 5, 4 * 16, 2, combine == "per_rank", False)
+    layout = fit_layout(
+        2, needed.segment_bytes // needed.capacity * 5, 4 * 16, 2, combine == "per_rank", False
+    )
     ranks = virtual(2, layout.segment_bytes, hidden_size=16, topk=2, combine=combine)
     assert 2 <= layout.capacity < 10
     check_case(ranks, Case("", hidden=16, num_tokens=31, padding=0.2), combine, seed)
@@ -166,7 +169,9 @@ class Carrier:
                 ks = [k for k in range(topk) if record[1 + k] >= 0]
                 for k in ks[:1] if layout.with_weights else ks:
                     place = layout.returns_at + (record[0] * topk + k) * row_bytes
-                    self._copy(n, layout.outbox_at + n * layout.returns_bytes + place, half + place, row_bytes)
+                    self._copy(
+                        n, layout.outbox_at + n * layout.returns_bytes + place, half + place, row_bytes
+                    )
 
     def signal(self, epoch: torch.Tensor, count_N: torch.Tensor, call: int) -> None:
         number, layout = int(epoch) + 1, self._layout
@@ -232,7 +237,7 @@ def test_a_waiting_kernel_gives_up_and_says_why() -> None:
     kernels, call = dispatcher.kernels, Call(1, 8, 64, 2).pack()
     dispatcher.check()
     kernels.signal(torch.zeros(3, dtype=torch.int32), call)
-    own = dispatcher._heap.segment.view(torch.int64)  # type: ignore[union-attr]  # noqa: SLF001
+    own = dispatcher._heap.segment.view(torch.int64)  # type: ignore[union-attr]
     # Rank 1 is at this exchange with another call, rank 2 has sent nothing.
     own[kernels.layout.headers_at // 8 + (1 * 3 + 1) * 2 + 1] = Call(2, 8, 64, 2).pack()
     own[1] = 1
@@ -249,7 +254,7 @@ def test_ranks_that_send_nothing_are_an_error() -> None:
     dispatcher = lone_dispatcher()
     plan = DispatchPlan(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2), 1, 3, 0, 1)
     pending = dispatcher.dispatch(torch.zeros(1, 16), plan)
-    with pytest.raises(LockstepError, match="rank 1 sent no dispatch message for 0.2 s"):
+    with pytest.raises(LockstepError, match="rank 1 sent no dispatch message"):
         pending.wait()
 
 
@@ -294,7 +299,11 @@ def test_calls_pack_into_a_word() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "words"),
-    [((3, 4), torch.float32, torch.int32), ((3, 7), torch.bfloat16, torch.int16), ((3, 7), torch.uint8, torch.uint8)],
+    [
+        ((3, 4), torch.float32, torch.int32),
+        ((3, 7), torch.bfloat16, torch.int16),
+        ((3, 7), torch.uint8, torch.uint8),
+    ],
 )
 def test_rows_as_the_widest_words(shape: tuple[int, int], dtype: torch.dtype, words: torch.dtype) -> None:
     x = torch.zeros(shape, dtype=dtype)
