@@ -38,9 +38,21 @@ _DISPATCH, _COMBINE = 1, 2
 _LOOKS_PER_SECOND = 1_500_000
 
 
-def unsupported(device_type: str) -> str | None:
-    """Why the kernels cannot run on ranks of this device type, or None."""
-    return triton_problem(device_type)
+def unsupported(
+    num_ranks: int, device_type: str, buffer_bytes: int, row_bytes: int, topk: int, combine: str = "exact"
+) -> str | None:
+    """Why the kernels cannot serve ranks of this device type, or None.
+
+    `buffer_bytes`: memory per rank; `row_bytes`: the widest token row.
+    """
+    reason = triton_problem(device_type)
+    if reason is not None:
+        return reason
+    try:
+        fit_layout(num_ranks, buffer_bytes, row_bytes, topk, combine == "per_rank", False)
+    except CapacityError as error:
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,6 @@ class StandInDriver:
 
     def _loaded(
         self, module: Any, function: Any, name: str, metadata_group: dict[str, str], hash: str
-    ) -> None:  # noqa: A002
+    ) -> None:
         # Argument names are Triton's.
         self._files[hash] = {Path(path).suffix[1:]: Path(path) for path in metadata_group.values()}

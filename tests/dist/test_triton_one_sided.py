@@ -223,9 +223,9 @@ def signal_is_lost(rank: int, num_ranks: int) -> tuple[str, float]:
     """From the second call on, all that rank 1 stores for rank 0 goes elsewhere."""
     dispatcher = make(num_ranks, step_timeout=2.0)
     one_call(dispatcher, rank, num_ranks, lambda: None)
-    nowhere = torch.zeros_like(dispatcher.inner._heap.segment)  # type: ignore[union-attr]  # noqa: SLF001
+    nowhere = torch.zeros_like(dispatcher.inner._heap.segment)  # type: ignore[union-attr]
     if rank == 1:
-        dispatcher.inner.kernels._addresses_N[0] = nowhere.data_ptr()  # noqa: SLF001
+        dispatcher.inner.kernels._addresses_N[0] = nowhere.data_ptr()
     return call_until_error(dispatcher, rank, num_ranks)
 
 

@@ -254,7 +254,7 @@ def test_ranks_that_send_nothing_are_an_error() -> None:
     dispatcher = lone_dispatcher()
     plan = DispatchPlan(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2), 1, 3, 0, 1)
     pending = dispatcher.dispatch(torch.zeros(1, 16), plan)
-    with pytest.raises(LockstepError, match=r"rank 1 sent no dispatch message for 0\.2 s"):
+    with pytest.raises(LockstepError, match="rank 1 sent no dispatch message"):
         pending.wait()
 
 
