@@ -39,6 +39,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     parser.add_argument("--update", action="store_true", help=f"bring {compile_budgets.FILE.name} up to date")
     parser.add_argument(
+        "--also",
+        type=Path,
+        metavar="FILE",
+        help="with --update: rows of another Triton version, as of --json",
+    )
+    parser.add_argument(
         "--nvshmem", type=Path, metavar="FILE", help="NVSHMEM's device library; default: as installed"
     )
     parser.add_argument(

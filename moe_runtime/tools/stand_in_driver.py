@@ -126,7 +126,11 @@ class StandInDriver:
         return launch
 
     def _loaded(
-        self, module: Any, function: Any, name: str, metadata_group: dict[str, str], hash: str
+        self,
+        module: Any,
+        function: Any,
+        name: str,
+        metadata_group: dict[str, str],
+        hash: str,  # noqa: A002 - Triton gives it by this name
     ) -> None:
-        # Argument names are Triton's.
         self._files[hash] = {Path(path).suffix[1:]: Path(path) for path in metadata_group.values()}
