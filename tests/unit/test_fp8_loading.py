@@ -15,7 +15,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from moe_runtime.config import EngineConfig
+from moe_runtime.engine.model_runner import step_bytes
 from moe_runtime.errors import CheckpointError, ConfigError
+from moe_runtime.experts.cpu import DEQUANT_TILE
 from moe_runtime.models.decoder import Decoder
 from moe_runtime.models.quantized import with_expert_scheme
 from moe_runtime.models.registry import load_spec
@@ -264,6 +267,10 @@ def test_the_estimate_of_memory_is_exact(tmp_path: Path, seed: int) -> None:
         taken[asked] = sum(p.numel() * p.element_size() for p in decoder.parameters())
         slots = [spec.num_experts] * spec.num_moe_layers
         assert weight_bytes(spec, slots, torch.bfloat16) == taken[asked]
+        tile = step_bytes(EngineConfig(), spec, torch.bfloat16, 1) - step_bytes(
+            EngineConfig(), dataclasses.replace(spec, expert_scheme=None), torch.bfloat16, 1
+        )
+        assert tile == (0 if asked == "none" else DEQUANT_TILE * (4 + 2))
     values = 3 * 140 * 160 * spec.num_experts * spec.num_moe_layers
     assert taken["none"] - taken["fp8_tensor"] == values - 3 * 4 * spec.num_experts * spec.num_moe_layers
     assert taken["fp8_tensor"] < taken["fp8"] < taken["fp8_channel"] < taken["none"]
