@@ -20,6 +20,7 @@ from moe_runtime.errors import BackendUnavailable
 from moe_runtime.experts.base import ExpertNeed
 from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.reference import ReferenceExperts
+from moe_runtime.experts.triton_grouped import TritonExperts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -166,7 +167,11 @@ def make_experts(
 ) -> tuple[ExpertKernel, Choice]:
     """How the local experts are computed."""
     need = ExpertNeed(topology.device.type, dtype, spec.activation, spec.expert_scheme)
-    kernels: dict[str, ExpertKernel] = {"cpu": CpuExperts(), "reference": ReferenceExperts()}
+    kernels: dict[str, ExpertKernel] = {
+        "cpu": CpuExperts(),
+        "triton": TritonExperts(topology.device),
+        "reference": ReferenceExperts(),
+    }
     reasons = {name: kernel.supports(need) for name, kernel in kernels.items()}
     choice = choose("moe_backend", config.moe_backend, reasons, topology.rank == 0)
     return kernels[choice.name], choice

@@ -88,7 +88,7 @@ class EngineConfig(_Checked):
     step_timeout: float = _field(300.0, "parallel", "Seconds after which a silent rank counts as lost",
                                  aliases=("distributed-timeout-seconds", "dist-timeout"), low=1)
 
-    moe_backend: str = _field(AUTO, "kernels", "How experts are computed", aliases=("moe-runner-backend",), choices=(AUTO, "reference", "cpu"))
+    moe_backend: str = _field(AUTO, "kernels", "How experts are computed", aliases=("moe-runner-backend",), choices=(AUTO, "reference", "cpu", "triton"))
     attention_backend: str = _field(AUTO, "kernels", "How attention is computed", choices=(AUTO, "reference", "cpu"))
 
     block_size: int = _field(16, "cache", "Tokens per KV-cache block", aliases=("page-size",), low=1, high=1024)

@@ -66,7 +66,7 @@ SEAMS = ("attention", "experts", "dispatch")
 
 HELPERS: dict[str, tuple[str, ...]] = {
     "attention": ("base", "kv_cache"),
-    "experts": ("base", "router"),
+    "experts": ("base", "router", "triton_config"),
     "dispatch": ("base", "rows", "waiting", "mailbox", "heap", "heap_shm", "nvshmem_device"),
 }
 """Modules of those packages that any implementation there may import."""
