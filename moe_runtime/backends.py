@@ -192,7 +192,7 @@ def make_experts(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
 ) -> tuple[ExpertKernel, Choice]:
     """How the local experts are computed."""
-    need = ExpertNeed(device_type=topology.device.type, dtype=dtype, activation=spec.activation)
+    need = ExpertNeed(topology.device.type, dtype, spec.activation, spec.expert_scheme)
     kernels: dict[str, ExpertKernel] = {
         "cpu": CpuExperts(),
         "triton": TritonExperts(topology.device),

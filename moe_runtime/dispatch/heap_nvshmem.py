@@ -44,7 +44,7 @@ def device_library() -> str:
 class NvshmemHeap:
     """One segment of GPU memory per rank, zero at first. A SymmetricHeap.
 
-    Starts NVSHMEM in this process, of which there can be one heap at a time.
+    Starts NVSHMEM in this process, which can have one heap; its memory goes with the process.
     """
 
     def __init__(
@@ -59,15 +59,14 @@ class NvshmemHeap:
             raise BackendUnavailable(reason)
         self.rank = rank
         self.num_ranks = len(all_gather_text(""))
-        self._nvshmem: Any = _start(rank, self.num_ranks, all_gather_text, device)
+        nvshmem: Any = _start(rank, self.num_ranks, all_gather_text, device)
         from nvshmem import bindings
 
         self._end_hook = _initialise_modules(bindings.cumodule_init)
         try:
-            self.segment: torch.Tensor = self._nvshmem.interop.torch.bytetensor((bytes_per_rank,))
+            self.segment: torch.Tensor = nvshmem.interop.torch.bytetensor((bytes_per_rank,))
         except Exception as error:
             self._end_hook()
-            self._nvshmem.finalize()
             raise CapacityError(
                 f"NVSHMEM cannot allocate {bytes_per_rank / 2**20:.1f} MiB of dispatch buffer: {error}"
             ) from error
@@ -80,12 +79,12 @@ class NvshmemHeap:
         all_gather_text("zeroed")
 
     def close(self) -> None:
-        """Give the memory back; collective. Idempotent."""
-        if self._nvshmem is not None:
-            self._end_hook()
-            self._nvshmem.interop.torch.free_tensor(self.segment)
-            self._nvshmem.finalize()
-            self._nvshmem = None
+        """Forget the memory. Idempotent.
+
+        NVSHMEM's own ways to free it and to end are barriers, in which a rank would hang whose peer is dead.
+        """
+        self._end_hook()
+        self.segment = torch.empty(0, dtype=torch.uint8)
 
 
 def _installed(name: str) -> bool:
@@ -97,14 +96,18 @@ def _installed(name: str) -> bool:
 
 def _start(rank: int, num_ranks: int, all_gather_text: AllGatherText, device: torch.device) -> Any:
     import numpy as np
-    import nvshmem.core
-    import nvshmem.core.interop.torch
-    from cuda.core import Device
 
-    gpu = Device(device.index or 0)
-    gpu.set_current()
-    # Rank 0's id, as text, for all.
-    unique_id = nvshmem.core.get_unique_id(empty=rank != 0)
+    try:
+        import nvshmem.core
+        import nvshmem.core.interop.torch
+        from cuda.core import Device
+
+        gpu = Device(device.index or 0)
+        gpu.set_current()
+        # Rank 0's id, as text, for all.
+        unique_id = nvshmem.core.get_unique_id(empty=rank != 0)
+    except Exception as error:
+        raise BackendUnavailable(f"NVSHMEM cannot be used on rank {rank}: {error}") from error
     raw = unique_id._data.view(np.uint8)
     raw[:] = np.frombuffer(bytes.fromhex(all_gather_text(raw.tobytes().hex())[0]), dtype=np.uint8)
     try:

@@ -98,7 +98,7 @@ class Transfer(Generic[V]):
 
 
 class TritonOneSidedDispatcher:
-    """Dispatcher over a symmetric heap, which it closes.
+    """Dispatcher over a symmetric heap, which it closes. `traffic` counts rows only where the host can read, on CPU ranks.
 
     hidden_size, topk, dtype: the widest rows of any layer. step_timeout: seconds that a peer may be late.
     is_alive(rank): whether a peer's process still runs (CPU ranks). combine: `exact` returns every expert row; `per_rank`

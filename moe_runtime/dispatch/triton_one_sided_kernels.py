@@ -161,7 +161,7 @@ def wait(
 ):
     """Until every rank's flag has come to the next epoch, at most `max_looks` times; then that is the epoch.
 
-    problem[n] becomes LATE or OTHER_CALL where rank n sent nothing or something else.
+    problem[n] becomes LATE or OTHER_CALL where rank n sent nothing or something else; its message then counts as empty.
     """
     n = tl.arange(0, N2)
     epoch = tl.load(epoch_ptr) + 1
@@ -179,6 +179,8 @@ def wait(
     theirs = tl.load(header + 1, mask=n < N, other=0)
     other = (theirs != call) & (n < N) & (seen >= epoch)
     tl.store(problem_ptr + n, tl.where(late, LATE, OTHER_CALL), mask=late | other)
+    # What lies in the slab belongs to an older exchange, maybe with other sizes.
+    tl.store(header, tl.zeros((N2,), tl.int64), mask=late | other)
     tl.store(epoch_ptr, epoch)
 
 

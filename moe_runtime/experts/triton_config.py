@@ -169,42 +169,48 @@ def _built_in(shape: GemmShape, gpu: Gpu) -> GroupedGemmConfig:
         # float32 without tensor cores: small tiles, whose operands stay in registers.
         return GroupedGemmConfig(64 if rows > 32 else 32, 64, 32, num_stages=2)
     if isinstance(gpu.arch, str):
-        return _for_amd(rows)
+        return _for_amd(rows, shape)
     if not gpu.wide_m:
         return _for_mma_sync(rows, shape)
     return _for_wide_m(rows, shape)
 
 
-def _for_amd(rows: int) -> GroupedGemmConfig:
+def _for_amd(rows: int, shape: GemmShape) -> GroupedGemmConfig:
     if rows <= 32:
-        return GroupedGemmConfig(32 if rows > 16 else 16, 128, 64, num_stages=2)
+        warps = 8 if rows > 16 and shape.scheme else 4
+        return GroupedGemmConfig(32 if rows > 16 else 16, 128, 64, num_warps=warps, num_stages=2)
     return GroupedGemmConfig(64 if rows <= 64 else 128, 128, 64, num_warps=8, num_stages=2)
 
 
 def _for_mma_sync(rows: int, shape: GemmShape) -> GroupedGemmConfig:
+    """sm_80 and others whose tensor cores read registers, 16 rows at a time. Decoded FP8 needs more of those."""
     if rows <= 32:
-        return GroupedGemmConfig(32 if rows > 16 else 16, 128, 64, num_stages=4)
-    return GroupedGemmConfig(64 if rows <= 64 else 128, 128, 64, num_warps=8, num_stages=3)
+        warps = 8 if rows > 16 and shape.scheme else 4
+        return GroupedGemmConfig(32 if rows > 16 else 16, 128, 64, num_warps=warps, num_stages=4)
+    return GroupedGemmConfig(64 if rows <= 64 or shape.scheme else 128, 128, 64, num_warps=8, num_stages=3)
 
 
 def _for_wide_m(rows: int, shape: GemmShape) -> GroupedGemmConfig:
-    """sm_90 and sm_100. Weights that are converted first come from registers, which only the M side can."""
-    converted = shape.x_bytes != shape.w_bytes
-    # One scale group of every part to a tile, so that the epilogue can round h to FP8.
-    block_n = GROUP * shape.parts if shape.scheme == "fp8_block" else 128
-    if rows <= 32 or converted:
-        block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-        return GroupedGemmConfig(block_m, block_n, 128 // shape.w_bytes, num_stages=4, swap_ab=True)
+    """sm_90 and sm_100, whose tensor cores read shared memory, 64 or 128 rows on the M side."""
+    few = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    if shape.x_bytes != shape.w_bytes:
+        # Weights that are converted first come from registers, which only the M side may.
+        return GroupedGemmConfig(few, 128, 64, num_stages=4, swap_ab=True)
+    if shape.scheme == "fp8_block":
+        # One scale group of every part to a tile, so that the epilogue can round h to FP8.
+        block_n, warps = GROUP * shape.parts, 4 * shape.parts
+        if rows <= 32:
+            return GroupedGemmConfig(few, block_n, 128, num_warps=warps, num_stages=4, swap_ab=True)
+        block_m = 64 if rows <= 64 or shape.parts == 2 else 128
+        return GroupedGemmConfig(block_m, block_n, 128, num_warps=8, num_stages=4, use_tma=True)
+    block_k = 128 // shape.x_bytes
+    if rows <= 32:
+        return GroupedGemmConfig(few, 128, block_k, num_stages=4, swap_ab=True)
     if rows <= 64:
-        return GroupedGemmConfig(64, block_n, 128 // shape.x_bytes, num_stages=4, use_tma=True)
-    return GroupedGemmConfig(
-        128,
-        256 if shape.parts == 2 else block_n,
-        128 // shape.x_bytes,
-        num_warps=8,
-        num_stages=4,
-        use_tma=True,
-    )
+        return GroupedGemmConfig(64, 128, block_k, num_stages=4, use_tma=True)
+    # FP8 sums leave the tensor core every 128 values and so need twice the registers.
+    block_n = 128 if shape.x_bytes == 1 and shape.parts == 1 else 256
+    return GroupedGemmConfig(128, block_n, block_k, num_warps=8, num_stages=4, use_tma=True)
 
 
 def profile_name(num_slots: int, num_inner: int, device: str, dtype: str | None, block: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from moe_runtime.core import DispatchPlan
+from moe_runtime.dispatch import heap_nvshmem
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided_launch import as_words
 from moe_runtime.dispatch.triton_one_sided_slabs import LATE, OTHER_CALL, Call, SlabLayout, fit_layout
@@ -241,8 +243,12 @@ def test_a_waiting_kernel_gives_up_and_says_why() -> None:
     # Rank 1 is at this exchange with another call, rank 2 has sent nothing.
     own[kernels.layout.headers_at // 8 + (1 * 3 + 1) * 2 + 1] = Call(2, 8, 64, 2).pack()
     own[1] = 1
+    own[kernels.layout.headers_at // 8 + (1 * 3 + 2) * 2] = 7  # left there by an older exchange
     kernels.wait(call)
     assert kernels.problem_N.tolist() == [0, OTHER_CALL, LATE]
+    tokens, records, counts = torch.zeros(24, 16), torch.zeros(24, 5).int(), torch.full((3,), 9).int()
+    kernels.receive(as_words(tokens), records, counts, 0, 8)
+    assert counts.tolist() == [0, 0, 0]
     with pytest.raises(LockstepError, match=r"rank 1 is at another call, rank 2 sent nothing in time"):
         dispatcher.check()
     plan = DispatchPlan(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2), 1, 3, 0, 1)
@@ -263,6 +269,14 @@ def test_more_than_announced_is_refused(hidden: int, topk: int) -> None:
     plan = DispatchPlan(torch.zeros(1, topk, dtype=torch.int64), torch.ones(1, topk), 1, 3, 0, 1)
     with pytest.raises(CapacityError, match="too small"):
         lone_dispatcher().dispatch(torch.zeros(1, hidden), plan)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nvshmem") is not None, reason="nvshmem4py is installed")
+def test_a_missing_nvshmem_is_named() -> None:
+    assert "not cpu" in str(heap_nvshmem.unsupported("cpu"))
+    assert "moe-runtime[nvshmem]" in str(heap_nvshmem.unsupported("cuda"))
+    with pytest.raises(BackendUnavailable, match="nvshmem"):
+        heap_nvshmem.NvshmemHeap(0, lambda text: [text], 64, torch.device("cuda", 0))
 
 
 def test_layouts_fit_and_use_what_there_is(seed: int) -> None:
