@@ -10,6 +10,7 @@ import psutil
 from moe_runtime.attention.base import AttentionNeed
 from moe_runtime.attention.cpu import CpuPagedAttention
 from moe_runtime.attention.reference import ReferenceAttention
+from moe_runtime.attention.triton_paged import TritonPagedAttention
 from moe_runtime.dispatch import collective, heap_shm, local, one_sided
 from moe_runtime.dispatch.collective import CollectiveDispatcher
 from moe_runtime.dispatch.local import LocalDispatcher
@@ -18,9 +19,11 @@ from moe_runtime.errors import BackendUnavailable
 from moe_runtime.experts.base import ExpertNeed
 from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.reference import ReferenceExperts
+from moe_runtime.layers.ops import TORCH_OPS
+from moe_runtime.layers.triton_ops import TritonOps
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from moe_runtime.config import EngineConfig
     from moe_runtime.dispatch.base import Dispatcher
     from moe_runtime.experts.base import ExpertKernel
+    from moe_runtime.layers.ops import LayerOps
     from moe_runtime.models.spec import ModelSpec
     from moe_runtime.topology import Topology
 
@@ -128,14 +132,42 @@ def make_experts(
     return kernels[choice.name], choice
 
 
+def make_layer_ops(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
+) -> tuple[LayerOps, Choice]:
+    """How norms and activations are computed."""
+    device = topology.device.type
+    triton = triton_reason(
+        config.layer_backend, device, lambda: TritonOps.supports(device, dtype, spec.activation)
+    )
+    reasons = {"torch": None, "triton": triton} if device == "cpu" else {"triton": triton, "torch": None}
+    choice = choose("layer_backend", config.layer_backend, reasons, topology.rank == 0)
+    return TritonOps() if choice.name == "triton" else TORCH_OPS, choice
+
+
 def make_attention(
-    config: EngineConfig, spec: ModelSpec, cache: KVCache, topology: Topology
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, cache: KVCache, topology: Topology
 ) -> tuple[AttentionBackend, Choice]:
     """How attention over the paged cache is computed."""
-    layers = spec.attention_specs()
-    need = AttentionNeed(device_type=topology.device.type, dtype=cache.keys[0].dtype, layers=layers)
-    reasons = {"cpu": CpuPagedAttention.supports(need), "reference": ReferenceAttention.supports(need)}
+    device, layers = topology.device.type, spec.attention_specs()
+    need = AttentionNeed(device, dtype, layers, cache_dtype=cache.dtype)
+    reasons = {
+        "cpu": CpuPagedAttention.supports(need),
+        "triton": triton_reason(
+            config.attention_backend, device, lambda: TritonPagedAttention.supports(need)
+        ),
+        "reference": ReferenceAttention.supports(need),
+    }
     choice = choose("attention_backend", config.attention_backend, reasons, topology.rank == 0)
     if choice.name == "cpu":
         return CpuPagedAttention(cache, layers), choice
+    if choice.name == "triton":
+        return TritonPagedAttention(cache, layers), choice
     return ReferenceAttention(cache, layers), choice
+
+
+def triton_reason(asked: str, device_type: str, supports: Callable[[], str | None]) -> str | None:
+    """What `supports` says, asked only where Triton may be chosen: loading it costs a CPU rank's start half a second."""
+    if device_type == "cpu" and asked != "triton":
+        return "Triton kernels are interpreted on a CPU, which is slow and only done if asked for"
+    return supports()

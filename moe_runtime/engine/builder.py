@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from moe_runtime.dispatch.base import Dispatcher
     from moe_runtime.engine.rank_link import RankLink
     from moe_runtime.experts.base import ExpertKernel
+    from moe_runtime.layers.ops import LayerOps
     from moe_runtime.models.decoder import Decoder
     from moe_runtime.topology import Topology
 
@@ -44,6 +45,7 @@ class RankBuilder:
     decoder: Decoder
     dispatcher: Dispatcher
     kernel: ExpertKernel
+    ops: LayerOps
     cache: KVCache
     attention: AttentionBackend
 
@@ -97,20 +99,24 @@ class RankBuilder:
             self.dtype,
             self.topology.device,
             progress=lambda share: self.report("loading weights", 0.01 + 0.94 * share),
+            ops=self.ops,
         )
 
     def connect(self) -> None:
-        """Dispatcher and kernels."""
+        """Dispatcher, and what experts and layers are computed with."""
         what = self.config, self.spec, self.dtype, self.topology
         self.dispatcher, dispatcher = backends.make_dispatcher(*what)
         self.kernel, kernel = backends.make_experts(*what)
-        self.choices = [dispatcher, kernel]
+        self.ops, ops = backends.make_layer_ops(*what)
+        self.choices = [dispatcher, kernel, ops]
 
     def reserve(self) -> None:
         """The KV cache."""
         self.report("reserving the KV cache", 0.95)
         self.cache = allocate_cache(self.config, self.spec, self.dtype, self.max_model_len, self.topology)
-        self.attention, attention = backends.make_attention(self.config, self.spec, self.cache, self.topology)
+        self.attention, attention = backends.make_attention(
+            self.config, self.spec, self.dtype, self.cache, self.topology
+        )
         self.choices.append(attention)
 
     def engine(self, link: RankLink) -> Engine:
@@ -153,6 +159,7 @@ class RankBuilder:
                 "architecture": self.spec.architecture,
                 "device": str(self.topology.device),
                 "dtype": str(self.dtype).removeprefix("torch."),
+                "kv_cache_dtype": str(self.cache.dtype).removeprefix("torch."),
                 "slots_per_rank": str(len(self.placement.slots[0][0])),
                 **{choice.what: choice.name for choice in self.choices},
                 **{f"{choice.what}_reason": choice.why for choice in self.choices},

@@ -22,7 +22,7 @@ from moe_runtime.layers.rope import RotaryEmbedding
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moe_runtime.attention.base import AttentionBackend
+    from moe_runtime.attention.base import AttentionBackend, Rotation
     from moe_runtime.core import ForwardBatch, Routing
     from moe_runtime.layers.ops import LayerOps
     from moe_runtime.models.spec import ModelSpec
@@ -58,7 +58,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x_TD: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         backend: AttentionBackend,
         plan: Any,
     ) -> torch.Tensor:
@@ -147,7 +147,7 @@ class DecoderLayer(nn.Module):
         self,
         x_TD: torch.Tensor,
         delta_TD: torch.Tensor | None,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         backend: AttentionBackend,
         plan: Any,
         moe: RoutedExperts,
