@@ -61,17 +61,17 @@ class AttentionTiles:
 
 def choose_tiles(spec: AttentionSpec, dtype: torch.dtype, arch: int | str) -> AttentionTiles:
     """Tiles that fit the registers and the shared memory of an architecture (as of `availability.target_arch`)."""
-    wide = padded(spec.head_dim) * dtype.itemsize > 256
-    small = wide or isinstance(arch, str)
+    dim, hip, wide = padded(spec.head_dim), isinstance(arch, str), dtype == torch.float32
+    keys = 64 if dim <= 64 or (dim <= 128 and isinstance(arch, int) and arch >= 90) else 32
     return AttentionTiles(
         query_rows=query_rows(spec, arch),
-        keys=32 if small else 64,
-        extend_warps=4 if small else 8,
+        keys=16 if wide else 32 if hip else keys,
+        extend_warps=4 if hip else 8,
         extend_stages=2,
-        decode_keys=32 if small else 64,
+        decode_keys=32 if wide or hip or dim > 128 else 64,
         split=512,
         decode_warps=4,
-        decode_stages=2 if small else 3,
+        decode_stages=2 if wide or hip or dim > 128 else 3,
     )
 
 
@@ -101,7 +101,7 @@ class TritonAttentionPlan:
 
 
 class TritonPagedAttention:
-    """See the module. float32 products are exact ones (no TF32); bfloat16 and float16 are summed in float32."""
+    """See the module. Sums are float32; float32 products are made of three TF32 ones where that is what is fast (NVIDIA)."""
 
     name = "triton"
 
@@ -215,7 +215,7 @@ class TritonPagedAttention:
             spec.scale * self.cache.key_scales[layer],
             R=heads // groups, G=groups, D=dim, DP=padded(dim), BLOCK_SIZE=self.cache.block_size,
             RP=padded(heads // groups), BN=tiles.decode_keys, SPLIT=tiles.split, WINDOW=window,
-            SOFT_CAP=spec.logit_soft_cap or 0.0, PRECISION=_precision(q_THd.dtype),
+            SOFT_CAP=spec.logit_soft_cap or 0.0, PRECISION=_precision(q_THd.dtype, self.arch),
             num_warps=tiles.decode_warps, num_stages=tiles.decode_stages,
         )  # fmt: skip
         merge_splits[(heads, num_seqs)](
@@ -237,7 +237,7 @@ class TritonPagedAttention:
             spec.scale * self.cache.key_scales[layer], self.cache.value_scales[layer],
             R=spec.num_heads // groups, G=groups, D=spec.head_dim, DP=padded(spec.head_dim),
             BLOCK_SIZE=self.cache.block_size, BM=tiles.query_rows, BN=tiles.keys,
-            WINDOW=spec.sliding_window or 0, SOFT_CAP=spec.logit_soft_cap or 0.0, PRECISION=_precision(q_THd.dtype),
+            WINDOW=spec.sliding_window or 0, SOFT_CAP=spec.logit_soft_cap or 0.0, PRECISION=_precision(q_THd.dtype, self.arch),
             num_warps=tiles.extend_warps, num_stages=tiles.extend_stages,
         )  # fmt: skip
 
@@ -257,6 +257,6 @@ def _tiles(extends: list[tuple[int, int, int]], size: int, device: torch.device)
     return torch.tensor([tile[1:] for tile in tiles], dtype=torch.int32, device=device)
 
 
-def _precision(dtype: torch.dtype) -> str:
-    """Triton's input_precision; it concerns float32 alone."""
-    return "ieee" if dtype == torch.float32 else "tf32"
+def _precision(dtype: torch.dtype, arch: int | str) -> str:
+    """Triton's input_precision; it concerns float32 alone. Exact products would not use NVIDIA's matrix units."""
+    return "tf32" if dtype != torch.float32 else "ieee" if isinstance(arch, str) else "tf32x3"

@@ -64,7 +64,7 @@ def rms_norm(
 
 @jit
 def _sigmoid(x):
-    return 1 / (1 + tl.exp2(-LOG2E * x))
+    return 1 / (1 + tl.exp2(x * -LOG2E))
 
 
 @jit
