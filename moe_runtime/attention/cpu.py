@@ -22,9 +22,10 @@ from moe_runtime.quantization import FP8
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from moe_runtime.attention.base import AttentionNeed, AttentionSpec, Rotation
+    from moe_runtime.attention.base import AttentionNeed, AttentionSpec
     from moe_runtime.attention.kv_cache import KVCache
     from moe_runtime.core import ForwardBatch
+    from moe_runtime.layers.rope import Rotation
 
 MAX_PADDED_RATIO = 1.5
 """A decode group is split when padding would make it gather more than this times what it needs."""

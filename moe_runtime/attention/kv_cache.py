@@ -76,7 +76,10 @@ class KVCache:
         self, layer: int, slot_mapping_T: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor
     ) -> None:
         """Store each token's key and value at its slot. slot_mapping_T: int64, no slot twice."""
-        stored = (self.keys[layer], self.key_scales[layer], k_TGd), (self.values[layer], self.value_scales[layer], v_TGd)
+        stored = (
+            (self.keys[layer], self.key_scales[layer], k_TGd),
+            (self.values[layer], self.value_scales[layer], v_TGd),
+        )
         for tensor, scale, new_TGd in stored:
             if self.dtype == FP8:
                 new_TGd = (new_TGd.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)

@@ -19,9 +19,10 @@ from moe_runtime.layers.rope import rotate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moe_runtime.attention.base import AttentionNeed, AttentionSpec, Rotation
+    from moe_runtime.attention.base import AttentionNeed, AttentionSpec
     from moe_runtime.attention.kv_cache import KVCache
     from moe_runtime.core import ForwardBatch
+    from moe_runtime.layers.rope import Rotation
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,10 @@ from moe_runtime.triton_support.availability import target_arch, triton_problem
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moe_runtime.attention.base import AttentionNeed, AttentionSpec, Rotation
+    from moe_runtime.attention.base import AttentionNeed, AttentionSpec
     from moe_runtime.attention.kv_cache import KVCache
     from moe_runtime.core import ForwardBatch
+    from moe_runtime.layers.rope import Rotation
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128

@@ -199,7 +199,8 @@ def rotate(
 
     The arguments after the first are those of a Rotation.
     """
-    turning, still = x_THd.split((2 * cos.shape[-1], x_THd.shape[-1] - 2 * cos.shape[-1]), dim=-1)
+    size = 2 * cos.shape[-1]
+    turning, still = x_THd[..., :size], x_THd[..., size:]
     first, second = (
         turning.unflatten(-1, (cos.shape[-1], 2)).unbind(-1) if interleaved else turning.chunk(2, dim=-1)
     )

@@ -84,7 +84,14 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 @jit(do_not_specialize=["num_rows"])
 def gated_activation(
-    x_ptr, out_ptr, num_rows, stride, F: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, ACTIVATION: tl.constexpr
+    x_ptr,
+    out_ptr,
+    num_rows,
+    stride,
+    F: tl.constexpr,
+    BR: tl.constexpr,
+    BF: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     """Grid (ceil(num_rows / BR), ceil(F / BF)): act(gate) * up of rows (gate, up) of 2 F; out is contiguous."""
     row = (tl.program_id(0) * BR + tl.arange(0, BR))[:, None]

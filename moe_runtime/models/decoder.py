@@ -22,9 +22,10 @@ from moe_runtime.layers.rope import RotaryEmbedding
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from moe_runtime.attention.base import AttentionBackend, Rotation
+    from moe_runtime.attention.base import AttentionBackend
     from moe_runtime.core import ForwardBatch, Routing
     from moe_runtime.layers.ops import LayerOps
+    from moe_runtime.layers.rope import Rotation
     from moe_runtime.models.spec import ModelSpec
 
     RoutedExperts = Callable[

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_runtime.attention.base import AttentionBackend, AttentionSpec, Rotation
+from moe_runtime.attention.base import AttentionBackend, AttentionSpec
 from moe_runtime.attention.kv_cache import KVCache
 from moe_runtime.core import ForwardBatch
+from moe_runtime.layers.rope import Rotation
 from moe_runtime.quantization import FP8
 
 SPANS = {
@@ -116,7 +117,9 @@ class Case:
         empty = [torch.empty(0, h, s.head_dim, dtype=self.dtype) for h in _heads(s)]
         return [torch.cat([empty[i], *(r[i] for r in rows)]) for i in range(3)]
 
-    def run(self, make_backend: Callable[[KVCache, list[AttentionSpec]], AttentionBackend]) -> list[torch.Tensor]:
+    def run(
+        self, make_backend: Callable[[KVCache, list[AttentionSpec]], AttentionBackend]
+    ) -> list[torch.Tensor]:
         cache = self.cache()
         backend = make_backend(cache, self.specs)
         plan = backend.plan(self.batch())
@@ -130,7 +133,9 @@ class Case:
     def _check_written(self, cache: KVCache, layer: int) -> None:
         for seq, (old, new) in enumerate(self.spans):
             slots = torch.tensor(self.slots(seq, range(old + new)), dtype=torch.int64)
-            for found, given in zip(cache.gather(layer, slots, self.dtype), self.qkv[layer][seq][1:], strict=True):
+            for found, given in zip(
+                cache.gather(layer, slots, self.dtype), self.qkv[layer][seq][1:], strict=True
+            ):
                 assert torch.equal(found, stored(given, self.cache_dtype))
 
     def expected(self, layer: int) -> torch.Tensor:

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from moe_runtime.attention import triton_paged
-from moe_runtime.attention.base import AttentionNeed, AttentionSpec, Rotation
+from moe_runtime.attention.base import AttentionNeed, AttentionSpec
 from moe_runtime.attention.kv_cache import KVCache
 from moe_runtime.attention.reference import ReferenceAttention
 from moe_runtime.attention.triton_paged import AttentionTiles, TritonPagedAttention, choose_tiles
-from moe_runtime.layers.rope import RopeSpec, RotaryEmbedding
+from moe_runtime.layers.rope import RopeSpec, RotaryEmbedding, Rotation
 from moe_runtime.quantization import FP8
 from tests.helpers.attention_cases import SPANS, Case, check, no_rotation, spec
 
@@ -236,7 +236,9 @@ def test_tiles_fit_together(arch: int | str, dtype: torch.dtype) -> None:
 
 
 def test_supports(monkeypatch: pytest.MonkeyPatch) -> None:
-    def why(layer: AttentionSpec, device: str = "cpu", dtype: torch.dtype = BF16, stored: object = BF16) -> str:
+    def why(
+        layer: AttentionSpec, device: str = "cpu", dtype: torch.dtype = BF16, stored: object = BF16
+    ) -> str:
         return str(TritonPagedAttention.supports(AttentionNeed(device, dtype, (layer,), stored)))  # type: ignore[arg-type]
 
     good = AttentionSpec(4, 2, 8, 1.0, 5, 2.0)

@@ -63,8 +63,7 @@ def test_add_rms_norm_fp8(seed: int, tokens: int, hidden: int, dtype: torch.dtyp
     assert torch.equal(total, expected_total)
     assert torch.equal(scale, expected_scale)
     assert torch.equal(payload.float(), expected_payload.float())
-    close_enough = dict(rtol=2**-4, atol=float(scale.max()) * 2**-9) if tokens else {"rtol": 0.0, "atol": 0.0}
-    torch.testing.assert_close(dequantize_rows(payload, scale), normed.float(), **close_enough)
+    torch.testing.assert_close(dequantize_rows(payload, scale), normed.float(), rtol=2**-4, atol=0.02)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -99,10 +98,18 @@ def test_nan_survives_quantisation() -> None:
 def test_a_row_does_not_depend_on_the_others(seed: int, dtype: torch.dtype) -> None:
     x, delta = torch.randn(2, 13, 70).to(dtype)
     weight = torch.randn(70).to(dtype)
-    together = (*OPS.add_rms_norm(x, delta, weight, 1e-6), OPS.rms_norm(x, weight, 1e-6), OPS.gated_activation(x, "silu"))
+    together = (
+        *OPS.add_rms_norm(x, delta, weight, 1e-6),
+        OPS.rms_norm(x, weight, 1e-6),
+        OPS.gated_activation(x, "silu"),
+    )
     for row in (0, 5, 12):
         a, b = x[row : row + 1], delta[row : row + 1]
-        alone = (*OPS.add_rms_norm(a, b, weight, 1e-6), OPS.rms_norm(a, weight, 1e-6), OPS.gated_activation(a, "silu"))
+        alone = (
+            *OPS.add_rms_norm(a, b, weight, 1e-6),
+            OPS.rms_norm(a, weight, 1e-6),
+            OPS.gated_activation(a, "silu"),
+        )
         for one, many in zip(alone, together, strict=True):
             assert torch.equal(one[0], many[row])
 

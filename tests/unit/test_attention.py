@@ -33,7 +33,10 @@ def test_matches_full_attention(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dim", [2, 6, 16, 34, 80])
 def test_head_sizes(seed: int, backend: str, dim: int) -> None:
-    check(Case(SPANS["mixed"], [spec(dim=dim), spec(heads=7, kv_heads=7, dim=dim, window=5)], 3), BACKENDS[backend])
+    check(
+        Case(SPANS["mixed"], [spec(dim=dim), spec(heads=7, kv_heads=7, dim=dim, window=5)], 3),
+        BACKENDS[backend],
+    )
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 9, 30, 31, 32, 100])
@@ -143,7 +146,9 @@ def test_soft_cap(seed: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fp8_cache(seed: int, backend: str, dtype: torch.dtype) -> None:
     """Attention over the rounded keys and values, also those of this very step."""
-    case = Case(SPANS["mixed"] + [(0, 300)], [spec(dim=16), spec(dim=16, window=4)], 3, dtype, cache_dtype=FP8)
+    case = Case(
+        SPANS["mixed"] + [(0, 300)], [spec(dim=16), spec(dim=16, window=4)], 3, dtype, cache_dtype=FP8
+    )
     check(case, BACKENDS[backend], tol=2e-5 if dtype == torch.float32 else 2e-2)
 
 
