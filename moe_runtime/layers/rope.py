@@ -201,9 +201,7 @@ def rotate(
     """
     size = 2 * cos.shape[-1]
     turning, still = x_THd[..., :size], x_THd[..., size:]
-    first, second = (
-        turning.unflatten(-1, (cos.shape[-1], 2)).unbind(-1) if interleaved else turning.chunk(2, dim=-1)
-    )
+    first, second = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
     turned = first * cos - second * sin, second * cos + first * sin
     if interleaved:
         return torch.cat((torch.stack(turned, dim=-1).flatten(-2), still), dim=-1)
