@@ -74,7 +74,8 @@ def add_rms_norm_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x + delta, and its norm as FP8 (T, D) with float32 scales (T, ceil(D / 128)), in one pass.
 
-    The same as `quantization.quantize_rows` of TritonOps.add_rms_norm: what FP8 experts and FP8 dispatch take.
+    The same as `quantization.quantize_rows` of TritonOps.add_rms_norm: what FP8 experts and FP8 dispatch take. On NVIDIA GPUs it
+    needs sm_89 or later.
     """
     tokens, hidden = x_TD.shape
     total_TD = torch.empty((tokens, hidden), dtype=x_TD.dtype, device=x_TD.device)
