@@ -10,6 +10,7 @@ import psutil
 from moe_runtime.attention.base import AttentionNeed
 from moe_runtime.attention.cpu import CpuPagedAttention
 from moe_runtime.attention.reference import ReferenceAttention
+from moe_runtime.attention.triton_paged import TritonPagedAttention
 from moe_runtime.dispatch import (
     collective,
     grouping,
@@ -31,6 +32,8 @@ from moe_runtime.experts.base import ExpertNeed
 from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.reference import ReferenceExperts
 from moe_runtime.experts.triton_grouped import TritonExperts
+from moe_runtime.layers.ops import TORCH_OPS
+from moe_runtime.layers.triton_ops import TritonOps
 from moe_runtime.triton_support.availability import triton_problem
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from moe_runtime.dispatch.heap import SymmetricHeap
     from moe_runtime.experts.base import ExpertKernel
     from moe_runtime.experts.router import Router
+    from moe_runtime.layers.ops import LayerOps
     from moe_runtime.models.spec import ModelSpec
     from moe_runtime.topology import Topology
 
@@ -203,14 +207,31 @@ def make_experts(
     return kernels[choice.name], choice
 
 
+def make_layer_ops(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
+) -> tuple[LayerOps, Choice]:
+    """How norms and activations are computed."""
+    device = topology.device.type
+    triton = TritonOps.supports(device, dtype, spec.activation)
+    reasons = {"torch": None, "triton": triton} if device == "cpu" else {"triton": triton, "torch": None}
+    choice = choose("layer_backend", config.layer_backend, reasons, topology.rank == 0)
+    return TritonOps() if choice.name == "triton" else TORCH_OPS, choice
+
+
 def make_attention(
-    config: EngineConfig, spec: ModelSpec, cache: KVCache, topology: Topology
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, cache: KVCache, topology: Topology
 ) -> tuple[AttentionBackend, Choice]:
     """How attention over the paged cache is computed."""
-    layers = spec.attention_specs()
-    need = AttentionNeed(device_type=topology.device.type, dtype=cache.keys[0].dtype, layers=layers)
-    reasons = {"cpu": CpuPagedAttention.supports(need), "reference": ReferenceAttention.supports(need)}
+    device, layers = topology.device.type, spec.attention_specs()
+    need = AttentionNeed(device, dtype, layers, cache_dtype=cache.dtype)
+    reasons = {
+        "cpu": CpuPagedAttention.supports(need),
+        "triton": TritonPagedAttention.supports(need),
+        "reference": ReferenceAttention.supports(need),
+    }
     choice = choose("attention_backend", config.attention_backend, reasons, topology.rank == 0)
     if choice.name == "cpu":
         return CpuPagedAttention(cache, layers), choice
+    if choice.name == "triton":
+        return TritonPagedAttention(cache, layers), choice
     return ReferenceAttention(cache, layers), choice

@@ -9,7 +9,6 @@ NEGATIVES: dict[str, tuple[str, ...]] = {
 """Flags that switch a boolean setting off."""
 
 _NOT_YET: dict[str, str] = {
-    "quantisation of the KV cache": "kv-cache-dtype",
     "tensor parallelism": "tensor-parallel-size tp-size tp moe-tp moe-tp-size moe-dense-tp-size dense-tp-size",
     "pipeline parallelism": "pipeline-parallel-size pp-size pp",
     "context parallelism": "decode-context-parallel-size dcp prefill-context-parallel-size pcp attn-cp-size dcp-size",

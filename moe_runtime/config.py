@@ -89,10 +89,12 @@ class EngineConfig(_Checked):
                                  aliases=("distributed-timeout-seconds", "dist-timeout"), low=1)
 
     moe_backend: str = _field(AUTO, "kernels", "How experts are computed", aliases=("moe-runner-backend",), choices=(AUTO, "reference", "cpu", "triton"))
-    attention_backend: str = _field(AUTO, "kernels", "How attention is computed", choices=(AUTO, "reference", "cpu"))
+    attention_backend: str = _field(AUTO, "kernels", "How attention is computed", choices=(AUTO, "reference", "cpu", "triton"))
+    layer_backend: str = _field(AUTO, "kernels", "How norms and activations are computed", choices=(AUTO, "torch", "triton"))
 
     block_size: int = _field(16, "cache", "Tokens per KV-cache block", aliases=("page-size",), low=1, high=1024)
     num_kv_blocks: int | None = _field(None, "cache", "KV-cache blocks per rank; default: from free memory", aliases=("num-gpu-blocks-override",), low=1)
+    kv_cache_dtype: str = _field(AUTO, "cache", "Type of the KV cache; auto: the model's; fp8 means fp8_e4m3", choices=(AUTO, "fp8_e4m3", "fp8"))
     memory_utilization: float = _field(0.8, "cache", "Share of the rank's free memory given to the KV cache", low=0.01, high=1.0,
                                        aliases=("gpu-memory-utilization", "mem-fraction-static"))
     enable_prefix_caching: bool = _field(True, "cache", "Reuse the KV of any common prefix")

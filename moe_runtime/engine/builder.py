@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from moe_runtime.engine.rank_link import RankLink
     from moe_runtime.experts.base import ExpertKernel
     from moe_runtime.experts.router import Router
+    from moe_runtime.layers.ops import LayerOps
     from moe_runtime.models.decoder import Decoder
     from moe_runtime.topology import Topology
 
@@ -47,6 +48,7 @@ class RankBuilder:
     dispatcher: Dispatcher
     kernel: ExpertKernel
     router: Router
+    ops: LayerOps
     cache: KVCache
     attention: AttentionBackend
 
@@ -102,21 +104,25 @@ class RankBuilder:
             self.topology.device,
             progress=lambda share: self.report("loading weights", 0.01 + 0.94 * share),
             router=self.router,
+            ops=self.ops,
         )
 
     def connect(self) -> None:
-        """Dispatcher and kernels."""
+        """Dispatcher, and what experts and layers are computed with."""
         what = self.config, self.spec, self.dtype, self.topology
         self.dispatcher, dispatcher = backends.make_dispatcher(*what)
         self.kernel, kernel = backends.make_experts(*what)
         self.router, router = backends.make_router(self.config, self.topology)
-        self.choices = [dispatcher, kernel, router]
+        self.ops, ops = backends.make_layer_ops(*what)
+        self.choices = [dispatcher, kernel, router, ops]
 
     def reserve(self) -> None:
         """The KV cache."""
         self.report("reserving the KV cache", 0.95)
         self.cache = allocate_cache(self.config, self.spec, self.dtype, self.max_model_len, self.topology)
-        self.attention, attention = backends.make_attention(self.config, self.spec, self.cache, self.topology)
+        self.attention, attention = backends.make_attention(
+            self.config, self.spec, self.dtype, self.cache, self.topology
+        )
         self.choices.append(attention)
 
     def engine(self, link: RankLink) -> Engine:
@@ -159,6 +165,7 @@ class RankBuilder:
                 "architecture": self.spec.architecture,
                 "device": str(self.topology.device),
                 "dtype": str(self.dtype).removeprefix("torch."),
+                "kv_cache_dtype": str(self.cache.dtype).removeprefix("torch."),
                 "quantization": self.spec.expert_scheme.name if self.spec.expert_scheme else "none",
                 "slots_per_rank": str(len(self.placement.slots[0][0])),
                 **{choice.what: choice.name for choice in self.choices},

@@ -12,7 +12,7 @@ from moe_runtime.attention.kv_cache import KVCache
 from moe_runtime.core import ForwardBatch
 from moe_runtime.errors import CapacityError
 from moe_runtime.experts.cpu import DEQUANT_TILE
-from moe_runtime.quantization import GROUP
+from moe_runtime.quantization import FP8, GROUP
 from moe_runtime.topology import free_memory_bytes
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ def allocate_cache(
     max_model_len tokens would not fit a cache sized from memory.
     """
     specs, block_size = spec.attention_specs(), config.block_size
-    block_bytes = KVCache.bytes_per_block(specs, block_size, dtype)
+    cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
+    block_bytes = KVCache.bytes_per_block(specs, block_size, cache_dtype)
     blocks_per_sequence = -(-max_model_len // block_size)
     free = min(int(n) for n in topology.all_gather_text(str(free_memory_bytes(topology))))
     if config.num_kv_blocks is not None:
@@ -120,7 +121,7 @@ def allocate_cache(
         "KV cache: %d blocks of %d tokens (%s) per rank; %.1f sequences of %d tokens at once",
         num_blocks, block_size, _size(num_blocks * block_bytes), num_blocks / blocks_per_sequence, max_model_len,
     )  # fmt: skip
-    return KVCache.allocate(specs, num_blocks, block_size, dtype, topology.device)
+    return KVCache.allocate(specs, num_blocks, block_size, cache_dtype, topology.device)
 
 
 def step_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, world_size: int) -> int:

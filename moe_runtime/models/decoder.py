@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from moe_runtime.core import ForwardBatch, Routing
     from moe_runtime.experts.router import Router
     from moe_runtime.layers.ops import LayerOps
+    from moe_runtime.layers.rope import Rotation
     from moe_runtime.models.spec import ModelSpec
 
     RoutedExperts = Callable[
@@ -60,7 +61,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x_TD: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         backend: AttentionBackend,
         plan: Any,
     ) -> torch.Tensor:
@@ -166,7 +167,7 @@ class DecoderLayer(nn.Module):
         self,
         x_TD: torch.Tensor,
         delta_TD: torch.Tensor | None,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         backend: AttentionBackend,
         plan: Any,
         moe: RoutedExperts,

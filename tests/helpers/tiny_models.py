@@ -17,8 +17,9 @@ from moe_runtime.layers.rope import rotate
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from moe_runtime.attention.base import AttentionSpec, Rotation
+    from moe_runtime.attention.base import AttentionSpec
     from moe_runtime.experts.base import ExpertWeights
+    from moe_runtime.layers.rope import Rotation
     from moe_runtime.models.decoder import Decoder
 
 FAMILIES = {
