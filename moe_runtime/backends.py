@@ -6,9 +6,11 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
+import torch
 
 from moe_runtime.attention.base import AttentionNeed
 from moe_runtime.attention.cpu import CpuPagedAttention
+from moe_runtime.attention.deterministic import DeterministicAttention
 from moe_runtime.attention.reference import ReferenceAttention
 from moe_runtime.dispatch import collective, heap_shm, local, one_sided
 from moe_runtime.dispatch.collective import CollectiveDispatcher
@@ -17,18 +19,21 @@ from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.errors import BackendUnavailable
 from moe_runtime.experts.base import ExpertNeed
 from moe_runtime.experts.cpu import CpuExperts
+from moe_runtime.experts.deterministic import DeterministicExperts
 from moe_runtime.experts.reference import ReferenceExperts
+from moe_runtime.layers.deterministic_ops import DeterministicOps
+from moe_runtime.layers.invariant import Workers
+from moe_runtime.layers.ops import TORCH_OPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
     from moe_runtime.attention.base import AttentionBackend
     from moe_runtime.attention.kv_cache import KVCache
     from moe_runtime.config import EngineConfig
     from moe_runtime.dispatch.base import Dispatcher
     from moe_runtime.experts.base import ExpertKernel
+    from moe_runtime.layers.ops import LayerOps
     from moe_runtime.models.spec import ModelSpec
     from moe_runtime.topology import Topology
 
@@ -117,13 +122,34 @@ def process_runs(pid: int) -> bool:
         return False
 
 
+def invariant_only(reasons: Mapping[str, str | None], config: EngineConfig) -> dict[str, str | None]:
+    """Under --deterministic, the reasons of all but `deterministic` say that they are not for it."""
+    if not config.deterministic:
+        return dict(reasons)
+    why = "its bits depend on the batch; with --deterministic allowed are auto, deterministic"
+    return {name: reason if name == "deterministic" else why for name, reason in reasons.items()}
+
+
+def make_layer_ops(config: EngineConfig, dtype: torch.dtype, topology: Topology) -> tuple[LayerOps, Choice]:
+    """How norms, dense products and activations are computed."""
+    reasons = {"torch": None, "deterministic": DeterministicOps.supports(topology.device.type, dtype)}
+    choice = choose("layer_ops", "auto", invariant_only(reasons, config), topology.rank == 0)
+    if choice.name == "deterministic":
+        return DeterministicOps(Workers(torch.get_num_threads())), choice
+    return TORCH_OPS, choice
+
+
 def make_experts(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
 ) -> tuple[ExpertKernel, Choice]:
     """How the local experts are computed."""
     need = ExpertNeed(device_type=topology.device.type, dtype=dtype, activation=spec.activation)
-    kernels: dict[str, ExpertKernel] = {"cpu": CpuExperts(), "reference": ReferenceExperts()}
-    reasons = {name: kernel.supports(need) for name, kernel in kernels.items()}
+    kernels: dict[str, ExpertKernel] = {
+        "cpu": CpuExperts(),
+        "reference": ReferenceExperts(),
+        "deterministic": DeterministicExperts(DeterministicOps(Workers(torch.get_num_threads()))),
+    }
+    reasons = invariant_only({name: kernel.supports(need) for name, kernel in kernels.items()}, config)
     choice = choose("moe_backend", config.moe_backend, reasons, topology.rank == 0)
     return kernels[choice.name], choice
 
@@ -134,8 +160,15 @@ def make_attention(
     """How attention over the paged cache is computed."""
     layers = spec.attention_specs()
     need = AttentionNeed(device_type=topology.device.type, dtype=cache.keys[0].dtype, layers=layers)
-    reasons = {"cpu": CpuPagedAttention.supports(need), "reference": ReferenceAttention.supports(need)}
+    reasons = {
+        "cpu": CpuPagedAttention.supports(need),
+        "reference": ReferenceAttention.supports(need),
+        "deterministic": DeterministicAttention.supports(need),
+    }
+    reasons = invariant_only(reasons, config)
     choice = choose("attention_backend", config.attention_backend, reasons, topology.rank == 0)
     if choice.name == "cpu":
         return CpuPagedAttention(cache, layers), choice
+    if choice.name == "deterministic":
+        return DeterministicAttention(cache, layers), choice
     return ReferenceAttention(cache, layers), choice

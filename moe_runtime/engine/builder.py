@@ -15,7 +15,8 @@ from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.messages import Ready
 from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
 from moe_runtime.engine.scheduler import Scheduler
-from moe_runtime.errors import CapacityError, ConfigError
+from moe_runtime.errors import BackendUnavailable, CapacityError, ConfigError
+from moe_runtime.layers.invariant import row_dependence
 from moe_runtime.models.registry import load_adapter, load_spec
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.moe import ExpertParallelMoe
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from moe_runtime.dispatch.base import Dispatcher
     from moe_runtime.engine.rank_link import RankLink
     from moe_runtime.experts.base import ExpertKernel
+    from moe_runtime.layers.ops import LayerOps
     from moe_runtime.models.decoder import Decoder
     from moe_runtime.topology import Topology
 
@@ -44,6 +46,7 @@ class RankBuilder:
     decoder: Decoder
     dispatcher: Dispatcher
     kernel: ExpertKernel
+    ops: LayerOps
     cache: KVCache
     attention: AttentionBackend
 
@@ -97,14 +100,18 @@ class RankBuilder:
             self.dtype,
             self.topology.device,
             progress=lambda share: self.report("loading weights", 0.01 + 0.94 * share),
+            ops=self.ops,
         )
+        if self.config.deterministic:
+            check_invariance(self.decoder)
 
     def connect(self) -> None:
         """Dispatcher and kernels."""
         what = self.config, self.spec, self.dtype, self.topology
         self.dispatcher, dispatcher = backends.make_dispatcher(*what)
         self.kernel, kernel = backends.make_experts(*what)
-        self.choices = [dispatcher, kernel]
+        self.ops, ops = backends.make_layer_ops(self.config, self.dtype, self.topology)
+        self.choices = [dispatcher, kernel, ops]
 
     def reserve(self) -> None:
         """The KV cache."""
@@ -158,3 +165,13 @@ class RankBuilder:
                 **{f"{choice.what}_reason": choice.why for choice in self.choices},
             },
         )
+
+
+def check_invariance(decoder: Decoder) -> None:
+    """Raises BackendUnavailable if this machine's matrix library cannot keep the promise of --deterministic."""
+    weights = [p for p in decoder.parameters() if p.dim() == 2]
+    weights += [p[0] for p in decoder.parameters() if p.dim() == 3 and p.shape[0]]
+    for weight in {(tuple(w.shape), w.dtype): w for w in weights}.values():
+        problem = row_dependence(weight)
+        if problem is not None:
+            raise BackendUnavailable(f"--deterministic: {problem}")

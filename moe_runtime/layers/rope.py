@@ -14,9 +14,12 @@ import torch
 from torch import nn
 
 from moe_runtime.errors import ConfigError
+from moe_runtime.layers.ops import TORCH_OPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from moe_runtime.layers.ops import LayerOps
 
 LENGTH_DEPENDENT = "its frequencies depend on the sequence's length, which a KV cache cannot follow"
 REFUSED_KINDS = {
@@ -161,15 +164,16 @@ class RotaryEmbedding(nn.Module):
 
     inv_freq: torch.Tensor
 
-    def __init__(self, spec: RopeSpec, device: torch.device | str) -> None:
+    def __init__(self, spec: RopeSpec, device: torch.device | str, ops: LayerOps = TORCH_OPS) -> None:
         super().__init__()
         self.register_buffer("inv_freq", inverse_frequencies(spec).to(device), persistent=False)
-        self.scale = spec.attention_factor
+        self.scale, self.ops = spec.attention_factor, ops
 
     def forward(self, positions_T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """positions_T: (T,) int64. Returns cos and sin, (T, 1, d / 2), computed in float32 and cast to `dtype`."""
         angles = positions_T[:, None].float() * self.inv_freq
-        return (angles.cos() * self.scale).to(dtype)[:, None], (angles.sin() * self.scale).to(dtype)[:, None]
+        cos, sin = self.ops.elementwise(torch.cos, angles), self.ops.elementwise(torch.sin, angles)
+        return (cos * self.scale).to(dtype)[:, None], (sin * self.scale).to(dtype)[:, None]
 
 
 def rotate(x_THd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
