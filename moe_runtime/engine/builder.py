@@ -169,7 +169,7 @@ class RankBuilder:
 
 def check_invariance(decoder: Decoder) -> None:
     """Raises BackendUnavailable if this machine's matrix library cannot keep the promise of --deterministic."""
-    weights = [p for p in decoder.parameters() if p.dim() == 2]
+    weights: list[torch.Tensor] = [p for p in decoder.parameters() if p.dim() == 2]
     weights += [p[0] for p in decoder.parameters() if p.dim() == 3 and p.shape[0]]
     for weight in {(tuple(w.shape), w.dtype): w for w in weights}.values():
         problem = row_dependence(weight)

@@ -164,7 +164,7 @@ def row_dependence(weight_OI: torch.Tensor) -> str | None:
             part = weight_OI[first : first + COLUMN_TILE]
             whole = _tile_product(x_nI, part, None)
             for size in ROW_TILES:
-                tiles = [_filled(rows, size) for rows in x_nI[order].split(size)]
+                tiles = [_filled(rows, size) for rows in torch.split(x_nI[order], size)]
                 if not torch.equal(torch.cat([_tile_product(t, part, None) for t in tiles]), whole[order]):
                     return (
                         f"products of {size} rows with a {weight_OI.dtype} weight of {tuple(weight_OI.shape)} depend on"
