@@ -15,7 +15,7 @@ from tests.helpers.tiny_models import FAMILIES, make_tiny
 if TYPE_CHECKING:
     from pathlib import Path
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=3)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3)
 Result = list[tuple[int, list[tuple[int, float]]]]
 
 
