@@ -6,9 +6,11 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
+import torch
 
 from moe_runtime.attention.base import AttentionNeed
 from moe_runtime.attention.cpu import CpuPagedAttention
+from moe_runtime.attention.deterministic import DeterministicAttention
 from moe_runtime.attention.reference import ReferenceAttention
 from moe_runtime.attention.triton_paged import TritonPagedAttention
 from moe_runtime.dispatch import (
@@ -30,16 +32,17 @@ from moe_runtime.errors import BackendUnavailable
 from moe_runtime.experts import router, triton_router
 from moe_runtime.experts.base import ExpertNeed
 from moe_runtime.experts.cpu import CpuExperts
+from moe_runtime.experts.deterministic import DeterministicExperts
 from moe_runtime.experts.reference import ReferenceExperts
 from moe_runtime.experts.triton_grouped import TritonExperts
+from moe_runtime.layers.deterministic_ops import DeterministicOps
+from moe_runtime.layers.invariant import Workers
 from moe_runtime.layers.ops import TORCH_OPS
 from moe_runtime.layers.triton_ops import TritonOps
 from moe_runtime.triton_support.availability import triton_problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
     from moe_runtime.attention.base import AttentionBackend
     from moe_runtime.attention.kv_cache import KVCache
@@ -192,6 +195,16 @@ def make_router(config: EngineConfig, topology: Topology) -> tuple[Router, Choic
     return (triton_router.route if choice.name == "triton" else router.route), choice
 
 
+def invariant_only(
+    reasons: Mapping[str, str | None], config: EngineConfig, *allowed: str
+) -> dict[str, str | None]:
+    """Under --deterministic, the reasons of all but the `allowed` say that they are not for it."""
+    if not config.deterministic:
+        return dict(reasons)
+    why = f"its bits depend on the batch; with --deterministic allowed are auto, {', '.join(allowed)}"
+    return {name: reason if name in allowed else why for name, reason in reasons.items()}
+
+
 def make_experts(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
 ) -> tuple[ExpertKernel, Choice]:
@@ -199,10 +212,12 @@ def make_experts(
     need = ExpertNeed(topology.device.type, dtype, spec.activation, spec.expert_scheme)
     kernels: dict[str, ExpertKernel] = {
         "cpu": CpuExperts(),
-        "triton": TritonExperts(topology.device),
+        "triton": TritonExperts(topology.device, deterministic=config.deterministic),
         "reference": ReferenceExperts(),
+        "deterministic": DeterministicExperts(DeterministicOps(Workers(torch.get_num_threads()))),
     }
     reasons = {name: kernel.supports(need) for name, kernel in kernels.items()}
+    reasons = invariant_only(reasons, config, "deterministic", "triton")
     choice = choose("moe_backend", config.moe_backend, reasons, topology.rank == 0)
     return kernels[choice.name], choice
 
@@ -214,7 +229,11 @@ def make_layer_ops(
     device = topology.device.type
     triton = TritonOps.supports(device, dtype, spec.activation)
     reasons = {"torch": None, "triton": triton} if device == "cpu" else {"triton": triton, "torch": None}
+    reasons["deterministic"] = DeterministicOps.supports(device, dtype)
+    reasons = invariant_only(reasons, config, "deterministic")
     choice = choose("layer_backend", config.layer_backend, reasons, topology.rank == 0)
+    if choice.name == "deterministic":
+        return DeterministicOps(Workers(torch.get_num_threads())), choice
     return TritonOps() if choice.name == "triton" else TORCH_OPS, choice
 
 
@@ -228,10 +247,14 @@ def make_attention(
         "cpu": CpuPagedAttention.supports(need),
         "triton": TritonPagedAttention.supports(need),
         "reference": ReferenceAttention.supports(need),
+        "deterministic": DeterministicAttention.supports(need),
     }
+    reasons = invariant_only(reasons, config, "deterministic", "triton")
     choice = choose("attention_backend", config.attention_backend, reasons, topology.rank == 0)
     if choice.name == "cpu":
         return CpuPagedAttention(cache, layers), choice
+    if choice.name == "deterministic":
+        return DeterministicAttention(cache, layers), choice
     if choice.name == "triton":
-        return TritonPagedAttention(cache, layers), choice
+        return TritonPagedAttention(cache, layers, config.deterministic), choice
     return ReferenceAttention(cache, layers), choice

@@ -56,7 +56,6 @@ _NOT_YET: dict[str, str] = {
     "profiling": "profiler-config",
     "elastic ranks": "enable-elastic-ep elastic-ep-backend max-ep-size enable-fault-tolerance"
     " enable-elastic-expert-backup",
-    "deterministic mode": "enable-deterministic-inference deterministic",
     "code from a checkpoint": "trust-remote-code",
     "tokenizer modes": "tokenizer-mode tokenizer-revision",
 }

@@ -88,9 +88,11 @@ class EngineConfig(_Checked):
     step_timeout: float = _field(300.0, "parallel", "Seconds after which a silent rank counts as lost",
                                  aliases=("distributed-timeout-seconds", "dist-timeout"), low=1)
 
-    moe_backend: str = _field(AUTO, "kernels", "How experts are computed", aliases=("moe-runner-backend",), choices=(AUTO, "reference", "cpu", "triton"))
-    attention_backend: str = _field(AUTO, "kernels", "How attention is computed", choices=(AUTO, "reference", "cpu", "triton"))
-    layer_backend: str = _field(AUTO, "kernels", "How norms and activations are computed", choices=(AUTO, "torch", "triton"))
+    moe_backend: str = _field(AUTO, "kernels", "How experts are computed", aliases=("moe-runner-backend",), choices=(AUTO, "reference", "cpu", "triton", "deterministic"))
+    attention_backend: str = _field(AUTO, "kernels", "How attention is computed", choices=(AUTO, "reference", "cpu", "triton", "deterministic"))
+    layer_backend: str = _field(AUTO, "kernels", "How norms, dense products and activations are computed", choices=(AUTO, "torch", "triton", "deterministic"))
+    deterministic: bool = _field(False, "kernels", "Give a request the same logprobs, bit for bit, whatever runs beside it and on however many ranks; slower",
+                                 aliases=("enable-deterministic-inference",))
 
     block_size: int = _field(16, "cache", "Tokens per KV-cache block", aliases=("page-size",), low=1, high=1024)
     num_kv_blocks: int | None = _field(None, "cache", "KV-cache blocks per rank; default: from free memory", aliases=("num-gpu-blocks-override",), low=1)

@@ -15,7 +15,8 @@ from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.messages import Ready
 from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
 from moe_runtime.engine.scheduler import Scheduler
-from moe_runtime.errors import CapacityError, ConfigError
+from moe_runtime.errors import BackendUnavailable, CapacityError, ConfigError
+from moe_runtime.layers.invariant import row_dependence
 from moe_runtime.models.quantized import with_expert_scheme
 from moe_runtime.models.registry import load_adapter, load_spec
 from moe_runtime.models.spec import ModelSpec
@@ -106,6 +107,8 @@ class RankBuilder:
             router=self.router,
             ops=self.ops,
         )
+        if self.config.deterministic:
+            check_invariance(self.decoder)
 
     def connect(self) -> None:
         """Dispatcher, and what experts and layers are computed with."""
@@ -172,3 +175,13 @@ class RankBuilder:
                 **{f"{choice.what}_reason": choice.why for choice in self.choices},
             },
         )
+
+
+def check_invariance(decoder: Decoder) -> None:
+    """Raises BackendUnavailable if this machine's matrix library cannot keep the promise of --deterministic."""
+    weights: list[torch.Tensor] = [p for p in decoder.parameters() if p.dim() == 2]
+    weights += [p[0] for p in decoder.parameters() if p.dim() == 3 and p.shape[0]]
+    for weight in {(tuple(w.shape), w.dtype): w for w in weights}.values():
+        problem = row_dependence(weight)
+        if problem is not None:
+            raise BackendUnavailable(f"--deterministic: {problem}")

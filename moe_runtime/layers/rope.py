@@ -14,9 +14,12 @@ import torch
 from torch import nn
 
 from moe_runtime.errors import ConfigError
+from moe_runtime.layers.ops import TORCH_OPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from moe_runtime.layers.ops import LayerOps
 
 LENGTH_DEPENDENT = "its frequencies depend on the sequence's length, which a KV cache cannot follow"
 REFUSED_KINDS = {
@@ -180,15 +183,16 @@ class RotaryEmbedding(nn.Module):
 
     inv_freq: torch.Tensor
 
-    def __init__(self, spec: RopeSpec, device: torch.device | str) -> None:
+    def __init__(self, spec: RopeSpec, device: torch.device | str, ops: LayerOps = TORCH_OPS) -> None:
         super().__init__()
         self.register_buffer("inv_freq", inverse_frequencies(spec).to(device), persistent=False)
-        self.scale, self.interleaved = spec.attention_factor, spec.interleaved
+        self.scale, self.interleaved, self.ops = spec.attention_factor, spec.interleaved, ops
 
     def forward(self, positions_T: torch.Tensor, dtype: torch.dtype) -> Rotation:
         """positions_T: (T,) int64. cos and sin are computed in float32 and cast to `dtype`."""
         angles = positions_T[:, None].float() * self.inv_freq
-        cos, sin = (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+        cos, sin = self.ops.elementwise(torch.cos, angles), self.ops.elementwise(torch.sin, angles)
+        cos, sin = (cos * self.scale).to(dtype), (sin * self.scale).to(dtype)
         return Rotation(cos[:, None], sin[:, None], self.interleaved)
 
 

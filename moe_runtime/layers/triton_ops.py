@@ -7,6 +7,8 @@ Legend: T tokens, D hidden, F intermediate.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.nn import functional as F
 
@@ -14,6 +16,9 @@ from moe_runtime.errors import ConfigError
 from moe_runtime.layers.activation import activation_problem
 from moe_runtime.quantization import FP8, GROUP
 from moe_runtime.triton_support.availability import triton_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 TILE = 4096
 """Elements that a program holds at once, unless a row has more."""
@@ -48,6 +53,10 @@ class TritonOps:
         total_TD, out_TD = (torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) for _ in range(2))
         _norm(x_TD, delta_TD, weight, eps, total_TD, out_TD, None)
         return total_TD, out_TD
+
+    def elementwise(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """See LayerOps."""
+        return function(x)
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """See LayerOps. Raises ConfigError for an activation that is not one of `layers.activation.ACTIVATIONS`."""

@@ -103,7 +103,7 @@ class MoeMlp(nn.Module):
             spec.moe_intermediate_size,
             spec.shared_expert_intermediate_size,
         )
-        self.moe_layer = moe_layer
+        self.moe_layer, self.ops = moe_layer, ops
         self.route, self.routing_method = router, spec.routing_method()
         self.weights_dtype = dtype if spec.router_weights_in_model_dtype else torch.float32
         self.activation = spec.activation
@@ -142,7 +142,8 @@ class MoeMlp(nn.Module):
     def _shared(self, x_TD: torch.Tensor) -> torch.Tensor:
         assert self.shared_expert is not None
         assert self.shared_expert_gate is not None
-        return torch.sigmoid(self.shared_expert_gate(x_TD)) * self.shared_expert(x_TD)
+        gate_T1 = self.ops.elementwise(torch.sigmoid, self.shared_expert_gate(x_TD))
+        return gate_T1 * self.shared_expert(x_TD)
 
 
 class DecoderLayer(nn.Module):
@@ -205,7 +206,7 @@ class Decoder(nn.Module):
         self.spec, self.dtype, self.ops = spec, dtype, ops
         slots = dict(zip(spec.moe_layers, enumerate(num_slots_per_moe_layer), strict=True))
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype, device)
-        self.rope = RotaryEmbedding(spec.rope, device)
+        self.rope = RotaryEmbedding(spec.rope, device, ops)
         self.layers = nn.ModuleList()
         for layer in range(spec.num_layers):
             mlp: GatedMlp | MoeMlp

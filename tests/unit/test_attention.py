@@ -13,11 +13,16 @@ import torch
 from moe_runtime.attention import cpu as cpu_module
 from moe_runtime.attention.base import AttentionNeed, AttentionSpec
 from moe_runtime.attention.cpu import CpuPagedAttention
+from moe_runtime.attention.deterministic import DeterministicAttention
 from moe_runtime.attention.reference import ReferenceAttention
 from moe_runtime.quantization import FP8
 from tests.helpers.attention_cases import SPANS, Case, check, no_rotation, spec
 
-BACKENDS = {"reference": ReferenceAttention, "cpu": CpuPagedAttention}
+BACKENDS = {
+    "reference": ReferenceAttention,
+    "cpu": CpuPagedAttention,
+    "deterministic": DeterministicAttention,
+}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -167,3 +172,24 @@ def test_supports() -> None:
         assert "int64" in str(backend.supports(need((layer,), dtype=torch.int64)))
     assert ReferenceAttention.supports(need((layer,), "cuda")) is None
     assert "cuda" in str(CpuPagedAttention.supports(need((layer,), "cuda")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_deterministic_bits_depend_on_the_sequence_alone(seed: int, dtype: torch.dtype) -> None:
+    """One sequence's last tokens as one chunk, as several, alone, beside others, in other blocks, on two threads."""
+    layers = [spec(6, 2, 16), spec(6, 2, 16, window=random.randint(1, 90))]
+    total = random.randint(70, 200)
+    full = Case([(0, total)], layers, 16, dtype)
+    want = [out[-9:] for out in full.run(DeterministicAttention)]
+    for new, size, threads in ((9, 3, 2), (4, 16, 1), (1, 5, 2)):
+        neighbours = [(random.randint(0, 90), random.randint(0, 20)) for _ in range(3)]
+        case = Case([*neighbours, (total - new, new), (5, 1)], layers, size, dtype)
+        for layer in range(2):
+            case.qkv[layer][3] = full.qkv[layer][0]
+        first = sum(n for _, n in neighbours)
+        torch.set_num_threads(threads)
+        outs = case.run(DeterministicAttention)
+        torch.set_num_threads(1)
+        for layer in range(2):
+            assert torch.equal(outs[layer][first : first + new], want[layer][-new:])
+            assert not outs[layer].isnan().any()

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from moe_runtime.backends import choose, triton_reason
+from moe_runtime.backends import choose
 from moe_runtime.errors import BackendUnavailable
 
 REASONS = {"fast": "needs a GPU", "plain": None, "slow": None}
@@ -31,15 +31,3 @@ def test_what_cannot_be_is_an_error_with_the_reason() -> None:
         choose("thing", "fast", REASONS, log=True)
     with pytest.raises(BackendUnavailable, match="no thing can be used: a: x; b: y"):
         choose("thing", "auto", {"a": "x", "b": "y"}, log=True)
-
-
-def test_triton_is_not_loaded_where_it_would_lose() -> None:
-    def supports() -> str | None:
-        raise AssertionError("asked")
-
-    assert "interpreted on a CPU" in str(triton_reason("auto", "cpu", supports))
-    assert "interpreted on a CPU" in str(triton_reason("cpu", "cpu", supports))
-    assert triton_reason("triton", "cpu", lambda: None) is None
-    assert triton_reason("auto", "cuda", lambda: "too old") == "too old"
-    with pytest.raises(AssertionError, match="asked"):
-        triton_reason("auto", "cuda", supports)
