@@ -12,6 +12,7 @@ from moe_runtime.attention.cpu import CpuPagedAttention
 from moe_runtime.attention.reference import ReferenceAttention
 from moe_runtime.dispatch import collective, heap_shm, local, one_sided
 from moe_runtime.dispatch.collective import CollectiveDispatcher
+from moe_runtime.dispatch.fp8_payload import Fp8Payload
 from moe_runtime.dispatch.local import LocalDispatcher
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.errors import BackendUnavailable
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from moe_runtime.experts.base import ExpertKernel
     from moe_runtime.models.spec import ModelSpec
     from moe_runtime.topology import Topology
+
+DEVICE_TOKENS = 128
+"""On GPUs, steps of at most so many tokens a rank are dispatched in messages of equal size, without the host."""
 
 logger = logging.getLogger(__name__)
 
@@ -87,26 +91,35 @@ def make_dispatcher(
             free_shm,
             spec.hidden_size * dtype.itemsize,
             spec.top_k,
+            config.combine,
         ),
         "collective": alone or collective.unsupported(device, topology.data_backend),
     }
     choice = choose("dispatcher", config.dispatcher, reasons, topology.rank == 0)
-    if choice.name == "local":
-        return LocalDispatcher(), choice
-    if choice.name == "collective":
-        return CollectiveDispatcher(topology.data_group, config.step_timeout), choice
-    one = OneSidedDispatcher(
+    dispatcher = _dispatcher(choice.name, config, spec, dtype, topology)
+    return Fp8Payload(dispatcher) if config.dispatch_dtype == "fp8" else dispatcher, choice
+
+
+def _dispatcher(
+    name: str, config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
+) -> Dispatcher:
+    if name == "local":
+        return LocalDispatcher()
+    if name == "collective":
+        device_tokens = 0 if topology.device.type == "cpu" else DEVICE_TOKENS
+        return CollectiveDispatcher(topology.data_group, config.step_timeout, config.combine, device_tokens)
+    return OneSidedDispatcher(
         topology.rank,
         topology.world_size,
         topology.all_gather_text,
         hidden_size=spec.hidden_size,
         topk=spec.top_k,
         dtype=dtype,
-        buffer_bytes=buffer_bytes,
+        buffer_bytes=config.dispatch_buffer_mib << 20,
         step_timeout=config.step_timeout,
         is_alive=lambda rank: process_runs(topology.peer_pids[rank]),
+        combine=config.combine,
     )
-    return one, choice
 
 
 def process_runs(pid: int) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from moe_runtime.core import DispatchPlan, ExpertBatch
 from moe_runtime.dispatch.base import Done
-from moe_runtime.dispatch.rows import Traffic, sum_in_k_order
+from moe_runtime.dispatch.rows import Traffic, positions_of_pairs, sort_by_slot, sum_in_k_order
 
 
 def unsupported(num_ranks: int) -> str | None:
@@ -23,6 +23,8 @@ def unsupported(num_ranks: int) -> str | None:
 class LocalDispatcher:
     """The dispatcher of a single rank. The batch's tokens are x itself, not a copy.
 
+    Both ways of combining give the same bits here: the one rank's sum is the token's.
+
     On a GPU nothing is read by the host: S is then the capacity T * K, and expert rows beyond
     num_rows_p.sum() belong to pairs with slot -1; whatever is computed for them is dropped.
     """
@@ -32,15 +34,8 @@ class LocalDispatcher:
 
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Done[ExpertBatch]:
         """The pairs (token, slot) sorted by slot, then token."""
-        slot = plan.global_slot_TK.reshape(-1)
-        p, K = plan.slots_per_rank, plan.global_slot_TK.shape[1]
-        # Pairs without an expert sort behind the last slot.
-        key = torch.where(slot >= 0, slot, p)
-        pair_S = key.argsort(stable=True)
-        num_rows_p = torch.zeros(p + 1, dtype=torch.int64, device=slot.device)
-        num_rows_p = num_rows_p.scatter_add_(0, key, torch.ones_like(key))[:p]
-        if slot.device.type == "cpu":
-            pair_S = pair_S[: int(num_rows_p.sum())]
+        K = plan.global_slot_TK.shape[1]
+        pair_S, num_rows_p = sort_by_slot(plan.global_slot_TK, plan.slots_per_rank)
         self.traffic.dispatches += 1
         return Done(
             ExpertBatch(
@@ -56,12 +51,8 @@ class LocalDispatcher:
         pair_S: torch.Tensor = batch.handle
         slot_TK = plan.global_slot_TK
         all_present = pair_S.device.type == "cpu" and pair_S.shape[0] == slot_TK.numel()
-        position = torch.full_like(slot_TK, -1).view(-1)
-        position[pair_S] = torch.arange(pair_S.shape[0], device=pair_S.device)
-        if pair_S.device.type != "cpu":
-            position.masked_fill_(slot_TK.reshape(-1) < 0, -1)
+        position_TK = positions_of_pairs(pair_S, slot_TK)
         self.traffic.combines += 1
-        position_TK = position.view(slot_TK.shape)
         return Done(sum_in_k_order(y_SD, position_TK, plan.topk_weights_TK, all_present=all_present))
 
     def close(self) -> None:

@@ -67,7 +67,16 @@ SEAMS = ("attention", "experts", "dispatch")
 HELPERS: dict[str, tuple[str, ...]] = {
     "attention": ("base", "kv_cache"),
     "experts": ("base", "router"),
-    "dispatch": ("base", "rows", "waiting", "mailbox", "heap_shm"),
+    "dispatch": (
+        "base",
+        "rows",
+        "combining",
+        "waiting",
+        "mailbox",
+        "heap_shm",
+        "all_to_all",
+        "collective_fixed",
+    ),
 }
 """Modules of those packages that any implementation there may import."""
 
