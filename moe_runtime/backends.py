@@ -24,11 +24,12 @@ from moe_runtime.dispatch import (
     triton_one_sided,
 )
 from moe_runtime.dispatch.collective import CollectiveDispatcher
+from moe_runtime.dispatch.fp8_payload import Fp8Payload
 from moe_runtime.dispatch.local import LocalDispatcher
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided_network import NvshmemNetwork
-from moe_runtime.errors import BackendUnavailable
+from moe_runtime.errors import BackendUnavailable, ConfigError
 from moe_runtime.experts import router, triton_router
 from moe_runtime.experts.base import ExpertNeed
 from moe_runtime.experts.cpu import CpuExperts
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
     from moe_runtime.layers.ops import LayerOps
     from moe_runtime.models.spec import ModelSpec
     from moe_runtime.topology import Topology
+
+DEVICE_TOKENS = 128
+"""On GPUs, steps of at most so many tokens a rank are dispatched in messages of equal size, without the host."""
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +97,14 @@ def choose(what: str, asked: str, reasons: Mapping[str, str | None], log: bool) 
 def make_dispatcher(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
 ) -> tuple[Dispatcher, Choice]:
-    """How tokens travel. Collective; the same choice on all ranks, since it depends on what all know alike."""
+    """How tokens travel. Collective; the same choice on all ranks, since it depends on what all know alike.
+
+    Raises ConfigError if --combine per_rank is to be deterministic: its sums depend on which experts share a rank.
+    """
+    if config.deterministic and config.combine != "exact":
+        raise ConfigError(
+            f"combine={config.combine!r} depends on the number of ranks; --deterministic needs 'exact'"
+        )
     device = topology.device.type
     # The tightest host or container decides for all.
     free_shm = min(int(n) for n in topology.all_gather_text(str(heap_shm.free_shm_bytes())))
@@ -107,14 +118,23 @@ def make_dispatcher(
     if choice.name == "one_sided":
         how = "Triton kernels" if one_sided_kernels(config, device) else "torch's copies into shared memory"
         logger.log(logging.INFO if topology.rank == 0 else logging.DEBUG, "one_sided: %s", how)
-    if choice.name == "local":
+    dispatcher = _dispatcher(choice.name, config, spec, dtype, topology)
+    return Fp8Payload(dispatcher) if config.dispatch_dtype == "fp8" else dispatcher, choice
+
+
+def _dispatcher(
+    name: str, config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
+) -> Dispatcher:
+    device = topology.device.type
+    if name == "local":
         on_triton = choose_routing(config, device, log=False).name == "triton"
-        return LocalDispatcher(triton_grouping.group_pairs if on_triton else grouping.group_pairs), choice
-    if choice.name == "collective":
-        return CollectiveDispatcher(topology.data_group, config.step_timeout), choice
+        return LocalDispatcher(triton_grouping.group_pairs if on_triton else grouping.group_pairs)
+    if name == "collective":
+        device_tokens = 0 if device == "cpu" else DEVICE_TOKENS
+        return CollectiveDispatcher(topology.data_group, config.step_timeout, config.combine, device_tokens)
     if one_sided_kernels(config, device):
-        return _make_one_sided_kernels(config, spec, dtype, topology), choice
-    one = OneSidedDispatcher(
+        return _make_one_sided_kernels(config, spec, dtype, topology)
+    return OneSidedDispatcher(
         topology.rank,
         topology.world_size,
         topology.all_gather_text,
@@ -124,8 +144,8 @@ def make_dispatcher(
         buffer_bytes=config.dispatch_buffer_mib << 20,
         step_timeout=config.step_timeout,
         is_alive=lambda rank: process_runs(topology.peer_pids[rank]),
+        combine=config.combine,
     )
-    return one, choice
 
 
 def one_sided_kernels(config: EngineConfig, device_type: str) -> bool:
@@ -143,11 +163,13 @@ def _one_sided_problem(
     row_bytes, ranks = spec.hidden_size * dtype.itemsize, topology.world_size
     problem = None
     if one_sided_kernels(config, device):
-        problem = triton_one_sided.unsupported(ranks, device, buffer_bytes, row_bytes, spec.top_k)
+        problem = triton_one_sided.unsupported(
+            ranks, device, buffer_bytes, row_bytes, spec.top_k, config.combine
+        )
     if device != "cpu":
         return problem or heap_nvshmem.unsupported(device)
     return problem or one_sided.unsupported(
-        ranks, topology.single_host, device, buffer_bytes, free_shm, row_bytes, spec.top_k
+        ranks, topology.single_host, device, buffer_bytes, free_shm, row_bytes, spec.top_k, config.combine
     )
 
 
@@ -170,6 +192,7 @@ def _make_one_sided_kernels(
         dtype=dtype,
         step_timeout=config.step_timeout,
         is_alive=lambda rank: process_runs(topology.peer_pids[rank]),
+        combine=config.combine,
         make_network=lambda layout: NvshmemNetwork(heap, layout, heap_nvshmem.device_library()),
     )
 

@@ -28,6 +28,8 @@ def unsupported(num_ranks: int) -> str | None:
 class LocalDispatcher:
     """The dispatcher of a single rank. The batch's tokens are x itself, not a copy.
 
+    Both ways of combining give the same bits here: the one rank's sum is the token's.
+
     On a GPU nothing is read by the host: S is then the capacity T * K, and expert rows beyond
     num_rows_p.sum() belong to pairs with slot -1; whatever is computed for them is dropped.
     """

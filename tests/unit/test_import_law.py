@@ -71,11 +71,14 @@ HELPERS: dict[str, tuple[str, ...]] = {
         "base",
         "grouping",
         "rows",
+        "combining",
         "waiting",
         "mailbox",
         "heap",
         "heap_shm",
         "nvshmem_device",
+        "all_to_all",
+        "collective_fixed",
     ),
 }
 """Modules of those packages that any implementation there may import."""
