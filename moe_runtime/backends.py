@@ -76,8 +76,11 @@ def make_dispatcher(
     # The tightest host or container decides for all.
     free_shm = min(int(n) for n in topology.all_gather_text(str(heap_shm.free_shm_bytes())))
     alone = "joins several ranks, and there is only one" if topology.world_size == 1 else None
+    undelayed = "cannot hold messages back (dispatch_delay_ms)" if config.dispatch_delay_ms else None
+    # Two calls under way at a time need two sets of mailboxes.
+    in_flight = 1 if config.overlap == "off" else 2
     reasons = {
-        "local": local.unsupported(topology.world_size),
+        "local": local.unsupported(topology.world_size) or undelayed,
         "one_sided": alone
         or one_sided.unsupported(
             topology.world_size,
@@ -87,8 +90,9 @@ def make_dispatcher(
             free_shm,
             spec.hidden_size * dtype.itemsize,
             spec.top_k,
+            in_flight,
         ),
-        "collective": alone or collective.unsupported(device, topology.data_backend),
+        "collective": alone or undelayed or collective.unsupported(device, topology.data_backend),
     }
     choice = choose("dispatcher", config.dispatcher, reasons, topology.rank == 0)
     if choice.name == "local":
@@ -105,8 +109,24 @@ def make_dispatcher(
         buffer_bytes=buffer_bytes,
         step_timeout=config.step_timeout,
         is_alive=lambda rank: process_runs(topology.peer_pids[rank]),
+        in_flight=in_flight,
+        delay_s=config.dispatch_delay_ms / 1000,
     )
     return one, choice
+
+
+def choose_overlap(config: EngineConfig, topology: Topology) -> Choice:
+    """The setting of `engine.overlap.OverlapModel`: `auto`, or always the same way."""
+    name, why = config.overlap, "asked for"
+    if config.overlap == "auto":
+        name, why = "auto", "measured step times decide"
+        if topology.world_size == 1:
+            name, why = "off", "auto; nothing travels with one rank"
+        elif topology.device.type != "cpu":
+            name, why = "off", "auto; step times are measured on the host, which does not wait for the device"
+    choice = Choice("overlap", name, why)
+    logger.log(logging.INFO if topology.rank == 0 else logging.DEBUG, "%s: %s (%s)", *choice)
+    return choice
 
 
 def process_runs(pid: int) -> bool:

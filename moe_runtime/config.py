@@ -82,6 +82,10 @@ class EngineConfig(_Checked):
     dispatcher: str = _field(AUTO, "parallel", "How tokens travel between ranks", aliases=("all2all-backend", "moe-a2a-backend"),
                              choices=(AUTO, "local", "collective", "one_sided"))
     dispatch_buffer_mib: int = _field(16, "parallel", "Shared memory per rank for the one_sided dispatcher, in MiB", low=1)
+    overlap: str = _field(AUTO, "parallel", "Compute one half of a step's tokens while the other half's travel (on), or a MoE layer's rows"
+                          " in chunks (chunks); auto: what measured step times say", choices=(AUTO, "off", "on", "chunks"))
+    dispatch_delay_ms: float = _field(0.0, "parallel", "Hold messages between ranks back, to try out a slower network (one_sided dispatcher on CPUs)",
+                                      low=0, high=10_000)
     step_timeout: float = _field(300.0, "parallel", "Seconds after which a silent rank counts as lost",
                                  aliases=("distributed-timeout-seconds", "dist-timeout"), low=1)
 
@@ -99,6 +103,8 @@ class EngineConfig(_Checked):
     max_queued_requests: int = _field(4096, "scheduler", "Requests waiting per rank before new ones get 503", low=1)
 
     log_level: str = _field("info", "logging", "Least severe message shown", choices=("debug", "info", "warning", "error"))
+    trace_steps: int = _field(0, "logging", "Steps, from the first on, of which each rank writes a trace for ui.perfetto.dev", low=0)
+    trace_dir: str = _field("trace", "logging", "Folder for the traces, one file per rank")
     log_stats_interval: float = _field(10.0, "logging", "Seconds between throughput lines while busy; 0: none", low=0)
     # fmt: on
 
