@@ -63,7 +63,7 @@ def same_tokens(reference: Any, first: Any, second: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "ep", "extra"),
     [
-        pytest.param("qwen2_moe", 1, {}, id="ep1"),
+        pytest.param("qwen2_moe", 1, {}, id="ep1", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 2, {}, id="ep2"),
         pytest.param("qwen2_moe", 2, {"dispatcher": "collective"}, id="ep2-collective", marks=pytest.mark.slow),
         pytest.param("mixtral", 4, {}, id="ep4", marks=pytest.mark.slow),
@@ -134,6 +134,27 @@ def test_auto_leaves_it_off_on_a_tiny_model_and_says_why(
     assert all("rank 0" in line for line in lines), "told once"
     for rank in range(2):
         check_trace(json.loads((tmp_path / "trace" / f"rank{rank}.json").read_text()), rank, layers=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_auto_switches_on_where_the_network_is_slow(
+    tmp_path: Path, seed: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts of 256 tokens a rank, which take a layer several ms, on a network that takes 10 ms a message."""
+    make_tiny(
+        "qwen3_moe", tmp_path, seed, num_hidden_layers=3, hidden_size=512, moe_intermediate_size=1024,
+        num_experts=8, num_experts_per_tok=4, vocab_size=128,
+    )  # fmt: skip
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(128) for _ in range(256)] for _ in range(96)]
+    settings = {"max_model_len": 300, "num_kv_blocks": 400, "max_num_batched_tokens": 256, "dispatch_delay_ms": 10.0}
+    with start(tmp_path, 2, log_level="info", **settings) as llm:
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+        (one, two) = llm.stats
+    lines = [line for line in capfd.readouterr().err.splitlines() if "overlap of steps with 256 to 511" in line]
+    assert one.two_batch_steps == two.two_batch_steps >= 16, lines
+    assert "tokens: on. A step without takes" in lines[0]
 
 
 def check_trace(trace: Any, rank: int, layers: int) -> None:

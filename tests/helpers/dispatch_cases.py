@@ -186,14 +186,18 @@ def exchange(text: str) -> list[str]:
 
 
 def make(kind: str, num_ranks: int) -> Any:
-    """A dispatcher over the default group; `-exact` sends counts first, `-tiny` has room for three of the widest rows."""
+    """A dispatcher over the default group; `-exact` sends counts first, `-tiny` has room for three of the widest rows,
+
+    `-pair` for two calls under way at a time.
+    """
     group = dist.group.WORLD
     if kind == "local":
         return LocalDispatcher()
     if kind.startswith("collective"):
         assert group is not None
         return CollectiveDispatcher(group, TIMEOUT, **({"fixed_message_bytes": 0} if "exact" in kind else {}))
-    rows = 3 if kind == "one_sided-tiny" else 4096
+    rows = 3 if "tiny" in kind else 4096
+    in_flight = 2 if "pair" in kind else 1
     return OneSidedDispatcher(
         dist.get_rank(),
         num_ranks,
@@ -201,7 +205,8 @@ def make(kind: str, num_ranks: int) -> Any:
         hidden_size=MAX_D,
         topk=MAX_K,
         dtype=torch.float32,
-        buffer_bytes=segment_bytes(num_ranks, rows, 4 * MAX_D, MAX_K) + 64 * 2 * num_ranks,
+        buffer_bytes=in_flight * (segment_bytes(num_ranks, rows, 4 * MAX_D, MAX_K) + 64 * 2 * num_ranks),
         step_timeout=TIMEOUT,
         is_alive=lambda rank: True,
+        in_flight=in_flight,
     )
