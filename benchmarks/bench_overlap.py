@@ -49,7 +49,7 @@ def measure(args: argparse.Namespace, way: str, delay_ms: float) -> tuple[dict[s
         max_model_len=args.input_len + args.output_len, max_num_batched_tokens=args.batched_tokens,
         dispatcher="one_sided", log_level="warning",
     ) as llm:  # fmt: skip
-        vocab = llm.vocab_size
+        vocab = len(llm.get_tokenizer())
 
         def prompts() -> list[list[int]]:
             return [[draw.randrange(vocab) for _ in range(args.input_len)] for _ in range(args.num_prompts)]
