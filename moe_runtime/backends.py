@@ -10,10 +10,12 @@ import psutil
 from moe_runtime.attention.base import AttentionNeed
 from moe_runtime.attention.cpu import CpuPagedAttention
 from moe_runtime.attention.reference import ReferenceAttention
-from moe_runtime.dispatch import collective, heap_shm, local, one_sided
+from moe_runtime.dispatch import collective, heap_nvshmem, heap_shm, local, one_sided, triton_one_sided
 from moe_runtime.dispatch.collective import CollectiveDispatcher
 from moe_runtime.dispatch.local import LocalDispatcher
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
+from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
+from moe_runtime.dispatch.triton_one_sided_network import NvshmemNetwork
 from moe_runtime.errors import BackendUnavailable
 from moe_runtime.experts.base import ExpertNeed
 from moe_runtime.experts.cpu import CpuExperts
@@ -28,11 +30,14 @@ if TYPE_CHECKING:
     from moe_runtime.attention.kv_cache import KVCache
     from moe_runtime.config import EngineConfig
     from moe_runtime.dispatch.base import Dispatcher
+    from moe_runtime.dispatch.heap import SymmetricHeap
     from moe_runtime.experts.base import ExpertKernel
     from moe_runtime.models.spec import ModelSpec
     from moe_runtime.topology import Topology
 
 logger = logging.getLogger(__name__)
+
+_NO_DELAY = "cannot hold messages back (dispatch_delay_ms)"
 
 
 class Choice(NamedTuple):
@@ -72,33 +77,25 @@ def make_dispatcher(
 ) -> tuple[Dispatcher, Choice]:
     """How tokens travel. Collective; the same choice on all ranks, since it depends on what all know alike."""
     device = topology.device.type
-    buffer_bytes = config.dispatch_buffer_mib << 20
     # The tightest host or container decides for all.
     free_shm = min(int(n) for n in topology.all_gather_text(str(heap_shm.free_shm_bytes())))
     alone = "joins several ranks, and there is only one" if topology.world_size == 1 else None
-    undelayed = "cannot hold messages back (dispatch_delay_ms)" if config.dispatch_delay_ms else None
-    # Two calls under way at a time need two sets of mailboxes.
-    in_flight = 1 if config.overlap == "off" else 2
+    undelayed = _NO_DELAY if config.dispatch_delay_ms else None
     reasons = {
         "local": local.unsupported(topology.world_size) or undelayed,
-        "one_sided": alone
-        or one_sided.unsupported(
-            topology.world_size,
-            topology.single_host,
-            device,
-            buffer_bytes,
-            free_shm,
-            spec.hidden_size * dtype.itemsize,
-            spec.top_k,
-            in_flight,
-        ),
+        "one_sided": alone or _one_sided_problem(config, spec, dtype, topology, free_shm),
         "collective": alone or undelayed or collective.unsupported(device, topology.data_backend),
     }
     choice = choose("dispatcher", config.dispatcher, reasons, topology.rank == 0)
+    if choice.name == "one_sided":
+        how = "Triton kernels" if one_sided_kernels(config, device) else "torch's copies into shared memory"
+        logger.log(logging.INFO if topology.rank == 0 else logging.DEBUG, "one_sided: %s", how)
     if choice.name == "local":
         return LocalDispatcher(), choice
     if choice.name == "collective":
         return CollectiveDispatcher(topology.data_group, config.step_timeout), choice
+    if one_sided_kernels(config, device):
+        return _make_one_sided_kernels(config, spec, dtype, topology), choice
     one = OneSidedDispatcher(
         topology.rank,
         topology.world_size,
@@ -106,10 +103,10 @@ def make_dispatcher(
         hidden_size=spec.hidden_size,
         topk=spec.top_k,
         dtype=dtype,
-        buffer_bytes=buffer_bytes,
+        buffer_bytes=config.dispatch_buffer_mib << 20,
         step_timeout=config.step_timeout,
         is_alive=lambda rank: process_runs(topology.peer_pids[rank]),
-        in_flight=in_flight,
+        in_flight=_calls_in_flight(config),
         delay_s=config.dispatch_delay_ms / 1000,
     )
     return one, choice
@@ -127,6 +124,66 @@ def choose_overlap(config: EngineConfig, topology: Topology) -> Choice:
     choice = Choice("overlap", name, why)
     logger.log(logging.INFO if topology.rank == 0 else logging.DEBUG, "%s: %s (%s)", *choice)
     return choice
+
+
+def _calls_in_flight(config: EngineConfig) -> int:
+    """Transfers under way at a time: with overlap two, each of which needs mailboxes of its own."""
+    return 1 if config.overlap == "off" else 2
+
+
+def one_sided_kernels(config: EngineConfig, device_type: str) -> bool:
+    """Whether the one-sided dispatcher stores with Triton kernels rather than torch's copies.
+
+    Always on GPUs; between CPU ranks with the Triton experts, since only they take batches of fixed capacity.
+    """
+    return device_type != "cpu" or config.moe_backend == "triton"
+
+
+def _one_sided_problem(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology, free_shm: int
+) -> str | None:
+    device, buffer_bytes = topology.device.type, config.dispatch_buffer_mib << 20
+    row_bytes, ranks = spec.hidden_size * dtype.itemsize, topology.world_size
+    problem = None
+    if one_sided_kernels(config, device) and config.dispatch_delay_ms:
+        problem = f"its Triton kernels: {_NO_DELAY}"
+    elif one_sided_kernels(config, device):
+        problem = triton_one_sided.unsupported(ranks, device, buffer_bytes, row_bytes, spec.top_k)
+    if device != "cpu":
+        return problem or heap_nvshmem.unsupported(device)
+    return problem or one_sided.unsupported(
+        ranks,
+        topology.single_host,
+        device,
+        buffer_bytes,
+        free_shm,
+        row_bytes,
+        spec.top_k,
+        1 if one_sided_kernels(config, device) else _calls_in_flight(config),
+    )
+
+
+def _make_one_sided_kernels(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
+) -> TritonOneSidedDispatcher:
+    """Over shared memory between CPU ranks, over NVSHMEM between GPUs. Collective."""
+    buffer_bytes = config.dispatch_buffer_mib << 20
+    heap: SymmetricHeap
+    if topology.device.type == "cpu":
+        heap = heap_shm.SharedHeap(topology.rank, topology.all_gather_text, buffer_bytes)
+    else:
+        heap = heap_nvshmem.NvshmemHeap(
+            topology.rank, topology.all_gather_text, buffer_bytes, topology.device
+        )
+    return TritonOneSidedDispatcher(
+        heap,
+        hidden_size=spec.hidden_size,
+        topk=spec.top_k,
+        dtype=dtype,
+        step_timeout=config.step_timeout,
+        is_alive=lambda rank: process_runs(topology.peer_pids[rank]),
+        make_network=lambda layout: NvshmemNetwork(heap, layout, heap_nvshmem.device_library()),
+    )
 
 
 def process_runs(pid: int) -> bool:
