@@ -198,7 +198,7 @@ def make_experts(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
 ) -> tuple[ExpertKernel, Choice]:
     """How the local experts are computed."""
-    need = ExpertNeed(device_type=topology.device.type, dtype=dtype, activation=spec.activation)
+    need = ExpertNeed(topology.device.type, dtype, spec.activation, spec.expert_scheme)
     kernels: dict[str, ExpertKernel] = {"cpu": CpuExperts(), "reference": ReferenceExperts()}
     reasons = {name: kernel.supports(need) for name, kernel in kernels.items()}
     choice = choose("moe_backend", config.moe_backend, reasons, topology.rank == 0)
