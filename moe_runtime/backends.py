@@ -61,6 +61,8 @@ DEVICE_TOKENS = 128
 
 logger = logging.getLogger(__name__)
 
+_NO_DELAY = "cannot hold messages back (dispatch_delay_ms)"
+
 
 class Choice(NamedTuple):
     """What was taken for one setting, and why."""
@@ -109,10 +111,11 @@ def make_dispatcher(
     # The tightest host or container decides for all.
     free_shm = min(int(n) for n in topology.all_gather_text(str(heap_shm.free_shm_bytes())))
     alone = "joins several ranks, and there is only one" if topology.world_size == 1 else None
+    undelayed = _NO_DELAY if config.dispatch_delay_ms else None
     reasons = {
-        "local": local.unsupported(topology.world_size),
+        "local": local.unsupported(topology.world_size) or undelayed,
         "one_sided": alone or _one_sided_problem(config, spec, dtype, topology, free_shm),
-        "collective": alone or collective.unsupported(device, topology.data_backend),
+        "collective": alone or undelayed or collective.unsupported(device, topology.data_backend),
     }
     choice = choose("dispatcher", config.dispatcher, reasons, topology.rank == 0)
     if choice.name == "one_sided":
@@ -145,7 +148,28 @@ def _dispatcher(
         step_timeout=config.step_timeout,
         is_alive=lambda rank: process_runs(topology.peer_pids[rank]),
         combine=config.combine,
+        in_flight=_calls_in_flight(config),
+        delay_s=config.dispatch_delay_ms / 1000,
     )
+
+
+def choose_overlap(config: EngineConfig, topology: Topology) -> Choice:
+    """The setting of `engine.overlap.OverlapModel`: `auto`, or always the same way."""
+    name, why = config.overlap, "asked for"
+    if config.overlap == "auto":
+        name, why = "auto", "measured step times decide"
+        if topology.world_size == 1:
+            name, why = "off", "auto; nothing travels with one rank"
+        elif topology.device.type != "cpu":
+            name, why = "off", "auto; step times are measured on the host, which does not wait for the device"
+    choice = Choice("overlap", name, why)
+    logger.log(logging.INFO if topology.rank == 0 else logging.DEBUG, "%s: %s (%s)", *choice)
+    return choice
+
+
+def _calls_in_flight(config: EngineConfig) -> int:
+    """Transfers under way at a time: with overlap two, each of which needs mailboxes of its own."""
+    return 1 if config.overlap == "off" else 2
 
 
 def one_sided_kernels(config: EngineConfig, device_type: str) -> bool:
@@ -162,14 +186,24 @@ def _one_sided_problem(
     device, buffer_bytes = topology.device.type, config.dispatch_buffer_mib << 20
     row_bytes, ranks = spec.hidden_size * dtype.itemsize, topology.world_size
     problem = None
-    if one_sided_kernels(config, device):
+    if one_sided_kernels(config, device) and config.dispatch_delay_ms:
+        problem = f"its Triton kernels: {_NO_DELAY}"
+    elif one_sided_kernels(config, device):
         problem = triton_one_sided.unsupported(
             ranks, device, buffer_bytes, row_bytes, spec.top_k, config.combine
         )
     if device != "cpu":
         return problem or heap_nvshmem.unsupported(device)
     return problem or one_sided.unsupported(
-        ranks, topology.single_host, device, buffer_bytes, free_shm, row_bytes, spec.top_k, config.combine
+        ranks,
+        topology.single_host,
+        device,
+        buffer_bytes,
+        free_shm,
+        row_bytes,
+        spec.top_k,
+        config.combine,
+        1 if one_sided_kernels(config, device) else _calls_in_flight(config),
     )
 
 

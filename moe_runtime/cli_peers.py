@@ -30,8 +30,6 @@ _NOT_YET: dict[str, str] = {
     " init-expert-location ep-dispatch-algorithm",
     "recording of expert loads": "expert-distribution-recorder-mode expert-distribution-recorder-buffer-size"
     " enable-expert-distribution-metrics enable-return-routed-experts",
-    "overlap of two batches": "enable-dbo dbo-decode-token-threshold dbo-prefill-token-threshold"
-    " enable-two-batch-overlap enable-single-batch-overlap",
     "sizing the KV cache in bytes or tokens (use --num-kv-blocks)": "kv-cache-memory-bytes max-total-tokens",
     "KV cache outside the device's memory": "kv-offloading-size swap-space cpu-offload-gb"
     " enable-hierarchical-cache hicache-ratio hicache-size",
@@ -73,6 +71,12 @@ _INSTEAD: dict[str, str] = {
     "data-parallel-address": "use torchrun's --master-addr, before the script's name",
     "data-parallel-rpc-port": "use torchrun's --master-port, before the script's name",
     "data-parallel-backend": "ranks are started by torchrun; leave it out",
+    "enable-dbo": "use --overlap on, or leave it out: by default measured step times decide",
+    "enable-two-batch-overlap": "use --overlap on, or leave it out: by default measured step times decide",
+    "dbo-decode-token-threshold": "measured step times decide from how many tokens on; leave it out",
+    "dbo-prefill-token-threshold": "measured step times decide from how many tokens on; leave it out",
+    "tbo-token-distribution-threshold": "a step is cut at the sequence nearest to half of its tokens, or inside one; leave it out",
+    "enable-single-batch-overlap": "shared experts are always computed while tokens travel; leave it out",
     "enable-mixed-chunk": "prompts are always computed beside decodes; leave it out",
     "prefill-attention-backend": "prompts and decodes have one; use --attention-backend",
     "decode-attention-backend": "prompts and decodes have one; use --attention-backend",

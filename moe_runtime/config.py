@@ -89,6 +89,10 @@ class EngineConfig(_Checked):
                           " rank its own share first (per_rank: fewer bytes)", choices=("exact", "per_rank"))
     dispatch_dtype: str = _field(AUTO, "parallel", "Type in which tokens travel to their experts: the model's, or FP8 with a scale per 128 values;"
                                  " auto: the model's", choices=(AUTO, "model", "fp8"))
+    overlap: str = _field(AUTO, "parallel", "Compute one half of a step's tokens while the other half's travel (on), or a MoE layer's rows"
+                          " in chunks (chunks); auto: what measured step times say", choices=(AUTO, "off", "on", "chunks"))
+    dispatch_delay_ms: float = _field(0.0, "parallel", "Hold messages between ranks back, to try out a slower network (one_sided dispatcher on CPUs)",
+                                      low=0, high=10_000)
     step_timeout: float = _field(300.0, "parallel", "Seconds after which a silent rank counts as lost",
                                  aliases=("distributed-timeout-seconds", "dist-timeout"), low=1)
 
@@ -110,6 +114,8 @@ class EngineConfig(_Checked):
     max_queued_requests: int = _field(4096, "scheduler", "Requests waiting per rank before new ones get 503", low=1)
 
     log_level: str = _field("info", "logging", "Least severe message shown", choices=("debug", "info", "warning", "error"))
+    trace_steps: int = _field(0, "logging", "Steps, from the first on, of which each rank writes a trace for ui.perfetto.dev", low=0)
+    trace_dir: str = _field("trace", "logging", "Folder for the traces, one file per rank")
     log_stats_interval: float = _field(10.0, "logging", "Seconds between throughput lines while busy; 0: none", low=0)
     # fmt: on
 

@@ -14,6 +14,7 @@ from moe_runtime.engine.control import Control
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.messages import Ready
 from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
+from moe_runtime.engine.overlap import OverlapModel
 from moe_runtime.engine.scheduler import Scheduler
 from moe_runtime.errors import BackendUnavailable, CapacityError, ConfigError
 from moe_runtime.layers.invariant import row_dependence
@@ -22,6 +23,8 @@ from moe_runtime.models.registry import load_adapter, load_spec
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.moe import ExpertParallelMoe
 from moe_runtime.placement.layout import contiguous, layer_placement
+from moe_runtime.profiling.timeline import Timeline
+from moe_runtime.profiling.trace import StepTrace
 from moe_runtime.topology import free_memory_bytes
 from moe_runtime.weights.loader import load_weights, weight_bytes
 
@@ -111,13 +114,19 @@ class RankBuilder:
             check_invariance(self.decoder)
 
     def connect(self) -> None:
-        """Dispatcher, and what experts and layers are computed with."""
+        """Dispatcher, what experts and layers are computed with, and what watches them."""
+        self.timeline = Timeline()
+        self.trace = StepTrace(
+            self.timeline, Path(self.config.trace_dir), self.topology.rank, self.config.trace_steps
+        )
         what = self.config, self.spec, self.dtype, self.topology
         self.dispatcher, dispatcher = backends.make_dispatcher(*what)
         self.kernel, kernel = backends.make_experts(*what)
         self.router, router = backends.make_router(self.config, self.topology)
         self.ops, ops = backends.make_layer_ops(*what)
-        self.choices = [dispatcher, kernel, router, ops]
+        overlap = backends.choose_overlap(self.config, self.topology)
+        self.overlap = OverlapModel(overlap.name, log=self.topology.rank == 0)
+        self.choices = [dispatcher, kernel, router, ops, overlap]
 
     def reserve(self) -> None:
         """The KV cache."""
@@ -139,9 +148,10 @@ class RankBuilder:
             decoder=self.decoder,
             cache=self.cache,
             attention=self.attention,
-            moe=ExpertParallelMoe(self.dispatcher, self.kernel, placements, topology.rank),
+            moe=ExpertParallelMoe(self.dispatcher, self.kernel, placements, topology.rank, self.timeline),
             block_size=config.block_size,
             device=topology.device,
+            trace=self.trace,
         )
         scheduler = Scheduler(
             BlockManager(self.num_kv_blocks, config.block_size, config.enable_prefix_caching),
@@ -149,7 +159,8 @@ class RankBuilder:
             config.max_num_batched_tokens,
             self.max_model_len,
         )
-        return Engine(topology.rank, scheduler, runner, Control(topology, config.step_timeout), link)
+        control = Control(topology, config.step_timeout)
+        return Engine(topology.rank, scheduler, runner, control, link, self.overlap)
 
     @property
     def num_kv_blocks(self) -> int:

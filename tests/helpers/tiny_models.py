@@ -177,6 +177,24 @@ class LoopExperts:
         out = out.to(x_TD.dtype)
         return out if meanwhile is None else out + meanwhile()
 
+    def begin(self, *work: Any) -> LoopPass:
+        """The same in stages, of which the last but one does all."""
+        return LoopPass(self, work)
+
+
+@dataclass
+class LoopPass:
+    moe: LoopExperts
+    work: tuple[Any, ...]
+    out: torch.Tensor | None = None
+
+    def compute(self) -> None:
+        self.out = self.moe(*self.work)
+
+    def finish(self) -> torch.Tensor:
+        assert self.out is not None
+        return self.out
+
 
 def whole_batch(sequences: list[list[int]], logit_rows: list[int] | None = None) -> ForwardBatch:
     """A step that computes whole sequences from position 0; logits of all rows unless given."""
