@@ -95,7 +95,7 @@ def test_fills_the_share_of_memory_it_is_given(spec: ModelSpec, utilization: flo
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
 def test_an_fp8_cache_takes_half_the_memory(spec: ModelSpec, name: str) -> None:
-    flags: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 400, "memory_utilization": 1.0}
+    flags: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 1000, "memory_utilization": 1.0}
     plain, small = (
         cache_for(spec, [2 * GIB], 100_000, kv_cache_dtype=kind, **flags) for kind in ("auto", name)
     )
