@@ -30,7 +30,7 @@ from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided_network import NvshmemNetwork
 from moe_runtime.errors import BackendUnavailable, ConfigError
-from moe_runtime.experts import router, triton_router
+from moe_runtime.experts import deterministic, router, triton_router
 from moe_runtime.experts.base import ExpertNeed
 from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.deterministic import DeterministicExperts
@@ -249,17 +249,19 @@ def choose_routing(config: EngineConfig, device_type: str, *, log: bool) -> Choi
 def make_router(config: EngineConfig, topology: Topology) -> tuple[Router, Choice]:
     """How experts are chosen from the router's logits."""
     choice = choose_routing(config, topology.device.type, log=topology.rank == 0)
-    return (triton_router.route if choice.name == "triton" else router.route), choice
+    if choice.name == "triton":
+        return triton_router.route, choice
+    return (deterministic.route if config.deterministic else router.route), choice
 
 
 def invariant_only(
     reasons: Mapping[str, str | None], config: EngineConfig, *allowed: str
 ) -> dict[str, str | None]:
-    """Under --deterministic, the reasons of all but the `allowed` say that they are not for it."""
+    """Under --deterministic, the `allowed` ones come first, in that order; the reasons of the others say that they are not for it."""
     if not config.deterministic:
         return dict(reasons)
     why = f"its bits depend on the batch; with --deterministic allowed are auto, {', '.join(allowed)}"
-    return {name: reason if name in allowed else why for name, reason in reasons.items()}
+    return {name: reasons[name] for name in allowed} | {name: why for name in reasons if name not in allowed}
 
 
 def make_experts(

@@ -1,20 +1,42 @@
-"""Experts whose result for a row follows from that row and its expert alone, bit for bit; CPUs only.
+"""Routing and experts whose result for a row follows from that row (and its expert) alone, bit for bit; CPUs only.
 
-Legend: S expert rows, D hidden, F expert intermediate size, p slots.
+Legend: T tokens, E experts, K experts per token, S expert rows, D hidden, F expert intermediate size, p slots.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+from torch.nn.functional import pad
+
+from moe_runtime.core import Routing
+from moe_runtime.experts import router
 from moe_runtime.layers.activation import expert_activation_problem
+from moe_runtime.layers.invariant import VECTOR_ELEMENTS, one_thread
 
 if TYPE_CHECKING:
-    import torch
-
     from moe_runtime.core import ExpertBatch
     from moe_runtime.experts.base import ExpertNeed, ExpertWeights
+    from moe_runtime.experts.router import RoutingMethod
     from moe_runtime.layers.deterministic_ops import DeterministicOps
+
+
+def route(
+    logits_TE: torch.Tensor,
+    method: RoutingMethod,
+    bias_E: torch.Tensor | None = None,
+    weights_dtype: torch.dtype = torch.float32,
+) -> Routing:
+    """`router.route`, see there, of the logits with zero rows up to a multiple of a vector, by one thread.
+
+    Then sigmoid, softplus and square root never meet an incomplete vector, and no sum is of a single row.
+    """
+    num_tokens = logits_TE.shape[0]
+    with one_thread():
+        filled_TE = pad(logits_TE, (0, 0, 0, -num_tokens % VECTOR_ELEMENTS))
+        routing = router.route(filled_TE, method, bias_E, weights_dtype)
+    return Routing(routing.topk_ids_TK[:num_tokens], routing.topk_weights_TK[:num_tokens])
 
 
 class DeterministicExperts:

@@ -15,15 +15,27 @@ from tests.helpers.tiny_models import FAMILIES, make_tiny
 if TYPE_CHECKING:
     from pathlib import Path
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3)
-Result = list[tuple[int, list[tuple[int, float]]]]
+NUM_TOKENS = 16
+Result = list[tuple[int, list[tuple[int, int, float]]]]
+
+
+def params(number: int) -> SamplingParams:
+    """Of prompt `number`: greedy, or drawn with all that changes logits or cuts them off."""
+    common: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 3}
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.3, "frequency_penalty": 0.2},
+        {"temperature": 1.3, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2},
+        {"temperature": 1.0, "logit_bias": {5: 2.0}},
+    ]
+    return SamplingParams(seed=number, **common, **ways[number % len(ways)])
 
 
 def result(output: Any) -> Result:
     """Tokens and all logprobs, as exact floats; NaN is equal to nothing."""
     (completion,) = output.outputs
     return [
-        (token, sorted((t, p.logprob) for t, p in logprobs.items()))
+        (token, sorted((t, p.rank, p.logprob) for t, p in logprobs.items()))
         for token, logprobs in zip(completion.token_ids, completion.logprobs, strict=True)
     ]
 
@@ -36,14 +48,16 @@ def all_ways(folder: Path, prompts: list[list[int]], ep: int, **settings: Any) -
         deterministic=True,
         skip_tokenizer_init=True,
         max_model_len=96,
-        num_kv_blocks=128 // settings.get("block_size", 4),
+        num_kv_blocks=112 // settings.get("block_size", 4),
         **({"block_size": 4} | settings),
     ) as llm:
-        few = prompts[:3]
-        alone = [llm.generate([p], GREEDY, use_tqdm=False)[0] for p in few]
-        hits = [llm.generate([p], GREEDY, use_tqdm=False, routed_dp_rank=i % ep)[0] for i, p in enumerate(few)]
+        few = list(enumerate(prompts[:3]))
+        alone = [llm.generate([p], params(i), use_tqdm=False)[0] for i, p in few]
+        hits = [llm.generate([p], params(i), use_tqdm=False, routed_dp_rank=i % ep)[0] for i, p in few]
+        if ep == 1:
+            assert max(output.num_cached_tokens for output in hits) > 0
         llm.reset_prefix_cache()
-        together = llm.generate(prompts, GREEDY, use_tqdm=False)
+        together = llm.generate(prompts, [params(i) for i in range(len(prompts))], use_tqdm=False)
         if len(prompts) >= 8 * ep:
             assert sum(rank.preemptions for rank in llm.stats) > 0, "the cache was too large for this test"
     return [[result(o) for o in outputs] for outputs in (alone, hits, together)]
@@ -53,7 +67,7 @@ def check(folder: Path, family: str, seed: int, num_prompts: int, ways: list[dic
     draw = random.Random(seed)
     dtype = draw.choice([torch.float32, torch.bfloat16])
     vocab = make_tiny(family, folder, seed, dtype=dtype).config.vocab_size
-    prompts = [[draw.randrange(vocab) for _ in range(draw.randint(10, 45))] for _ in range(num_prompts)]
+    prompts = [[draw.randrange(vocab) for _ in range(draw.randint(10, 40))] for _ in range(num_prompts)]
     want: list[Result] = []
     for way in ways:
         alone, hits, together = all_ways(folder, prompts, **way)
@@ -65,7 +79,7 @@ def check(folder: Path, family: str, seed: int, num_prompts: int, ways: list[dic
 
 def test_same_floats(tmp_path: Path, seed: int) -> None:
     ways: list[dict[str, Any]] = [
-        {"ep": 1, "max_num_batched_tokens": 7},
+        {"ep": 1, "max_num_batched_tokens": 24},
         {"ep": 2, "dispatcher": "collective", "max_num_batched_tokens": 64, "num_redundant_experts": 1},
         {"ep": 2, "dispatcher": "one_sided", "block_size": 16},
     ]

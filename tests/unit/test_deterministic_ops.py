@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
 import torch
 
 from moe_runtime.core import ExpertBatch
 from moe_runtime.dispatch.rows import sum_in_k_order
+from moe_runtime.experts import router
 from moe_runtime.experts.base import ExpertWeights
-from moe_runtime.experts.deterministic import DeterministicExperts
+from moe_runtime.experts.deterministic import DeterministicExperts, route
 from moe_runtime.experts.reference import ReferenceExperts
-from moe_runtime.experts.router import route
 from moe_runtime.layers.deterministic_ops import DeterministicOps
 from moe_runtime.layers.invariant import Workers, row_dependence, row_tiles
 from moe_runtime.layers.ops import TORCH_OPS
 from moe_runtime.layers.rope import RopeSpec, RotaryEmbedding
 from moe_runtime.sampling.logits import token_logprobs
+from tests.helpers.routing_cases import METHODS
 
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 OPS = {n: DeterministicOps(Workers(n)) for n in (1, 2)}
 Function = Callable[[torch.Tensor, DeterministicOps], torch.Tensor]
+T = TypeVar("T")
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +33,16 @@ def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "many"])
+def many(request: pytest.FixtureRequest) -> bool:
+    """Whether a test tries all its cases, or some drawn at random."""
+    return bool(request.param)
+
+
+def some(cases: list[T], many: bool, few: int = 1) -> list[T]:
+    return cases if many else random.sample(cases, few)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -43,8 +56,7 @@ def check_rows(f: Function, x: torch.Tensor) -> torch.Tensor:
     """Compare rows of x alone with them in random batches, at random places and with one or two threads."""
     torch.set_num_threads(1)
     alone = [f(x[i : i + 1].clone(), OPS[1])[0] for i in range(4)]
-    for _ in range(6):
-        num_threads = random.choice([1, 2])
+    for num_threads in random.sample([1, 2, 1, 2], 3):
         torch.set_num_threads(num_threads)
         chosen = [i for i in range(4) for _ in range(2)]
         others = random.sample(range(4, x.shape[0]), random.randint(0, x.shape[0] - 8))
@@ -57,16 +69,15 @@ def check_rows(f: Function, x: torch.Tensor) -> torch.Tensor:
     return f(x, OPS[1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bias", [False, True])
-def test_linear(seed: int, dtype: torch.dtype, bias: bool) -> None:
-    for _ in range(6):
-        num_in, num_out = random.choice([1, 5, 37, 64, 129, 300]), random.choice([1, 2, 8, 9, 61, 1030])
+def test_linear(seed: int, many: bool) -> None:
+    sizes = [(i, o) for i in (1, 5, 37, 64, 129, 300) for o in (1, 2, 8, 9, 61, 1030)]
+    for num_in, num_out in some(sizes, many, few=4):
+        dtype, biased = random.choice(list(DTYPES)), random.random() < 0.5
         weight = (torch.randn(num_out, num_in) / num_in**0.5).to(dtype)
-        b = torch.randn(num_out).to(dtype) if bias else None
+        bias = torch.randn(num_out).to(dtype) if biased else None
         x = torch.randn(70, num_in).to(dtype)
-        y = check_rows(lambda x, ops, weight=weight, b=b: ops.linear(x, weight, b), x)
-        want = x.double() @ weight.double().t() + (0 if b is None else b.double())
+        y = check_rows(lambda x, ops, weight=weight, bias=bias: ops.linear(x, weight, bias), x)
+        want = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
         tol = DTYPES[dtype]
         torch.testing.assert_close(y.double(), want, rtol=tol, atol=tol)
 
@@ -82,16 +93,19 @@ def test_a_weight_s_address_changes_nothing(seed: int) -> None:
             assert same_bits(OPS[1].linear(x, moved), want)
 
 
+ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", "relu", "swiglu_oai", "relu2"]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norms_and_activations(seed: int, dtype: torch.dtype) -> None:
+def test_norms_and_activations(seed: int, dtype: torch.dtype, many: bool) -> None:
     tol = DTYPES[dtype]
-    for width in (2, 34, random.randrange(2, 200, 2), 1000):
+    for width in some([2, 34, 1000], many):
         x = torch.randn(70, width).to(dtype)
         weight, delta = torch.randn(width).to(dtype), torch.randn(width).to(dtype)
         y = check_rows(lambda x, ops, weight=weight: ops.rms_norm(x, weight, 1e-5), x)
         torch.testing.assert_close(y, TORCH_OPS.rms_norm(x, weight, 1e-5), rtol=tol, atol=tol)
         check_rows(lambda x, ops, w=weight, d=delta: ops.add_rms_norm(x, d.expand_as(x), w, 1e-5)[1], x)
-        for name in ("silu", "gelu", "gelu_pytorch_tanh", "relu", "swiglu_oai", "relu2"):
+        for name in some(ACTIVATIONS, many, few=2):
             y = check_rows(lambda x, ops, name=name: ops.gated_activation(x, name), x)
             torch.testing.assert_close(y, TORCH_OPS.gated_activation(x, name), rtol=tol, atol=tol)
         check_rows(lambda x, ops: ops.elementwise(torch.sigmoid, x), x)
@@ -110,19 +124,31 @@ def test_rope(seed: int) -> None:
             )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_router(seed: int, dtype: torch.dtype) -> None:
-    for num_experts in (5, 8, 60, 128):
-        logits, top_k = torch.randn(70, num_experts).to(dtype), random.randint(1, 5)
-        for renormalize in (False, True):
+@pytest.mark.parametrize("name", METHODS)
+def test_router(seed: int, name: str, many: bool) -> None:
+    """Weights and ids, side by side as integers; both those of the plain router, up to rounding."""
+    for dtype in some(list(DTYPES), many):
+        method, num_experts, biased = METHODS[name](random.Random(random.random()))
+        bias = torch.randn(num_experts) if biased else None
 
-            def weights(
-                x: torch.Tensor, _: DeterministicOps, k: int = top_k, r: bool = renormalize
-            ) -> torch.Tensor:
-                return route(x, k, r).topk_weights_TK
+        def routed(
+            x: torch.Tensor,
+            _: DeterministicOps,
+            method: router.RoutingMethod = method,
+            bias: torch.Tensor | None = bias,
+        ) -> torch.Tensor:
+            routing = route(x, method, bias)
+            assert not bool(routing.topk_weights_TK.isnan().any())
+            return torch.cat((routing.topk_ids_TK, routing.topk_weights_TK.view(torch.int32).long()), 1)
 
-            check_rows(weights, logits)
-        check_rows(lambda x, _, k=top_k: route(x, k, True).topk_ids_TK, logits)
+        logits = (3 * torch.randn(70, num_experts)).to(dtype)
+        together = check_rows(routed, logits)
+        plain = router.route(logits, method, bias)
+        ids, bits = together.chunk(2, dim=1)
+        torch.testing.assert_close(
+            bits.int().view(torch.float32), plain.topk_weights_TK, rtol=1e-5, atol=1e-6
+        )
+        assert torch.equal(ids, plain.topk_ids_TK)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -139,8 +165,8 @@ def test_combine(seed: int, dtype: torch.dtype) -> None:
     check_rows(combine, torch.randn(70, width).to(dtype))
 
 
-def test_logprobs(seed: int) -> None:
-    for vocab in (61, 1000, 4099):
+def test_logprobs(seed: int, many: bool) -> None:
+    for vocab in some([61, 1000, 4099], many):
         top = min(5, vocab)
 
         def logprobs(x: torch.Tensor, _: DeterministicOps, top: int = top) -> torch.Tensor:

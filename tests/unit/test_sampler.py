@@ -170,7 +170,7 @@ def random_sequence(vocab: int) -> Sequence:
     )
 
 
-@pytest.mark.parametrize("vocab", [25, 1003, 9001])
+@pytest.mark.parametrize("vocab", [25, 1003, 40009])
 @pytest.mark.parametrize("step", [0.0, 0.25], ids=["distinct", "ties"])
 def test_alone_and_in_a_batch_are_bit_identical(
     seed: int, vocab: int, step: float, monkeypatch: pytest.MonkeyPatch
@@ -183,6 +183,12 @@ def test_alone_and_in_a_batch_are_bit_identical(
     assert sample(logits, sequences) == alone
     order = random.sample(range(33), 20)
     assert sample(logits[order], [sequences[i] for i in order]) == [alone[i] for i in order]
+    torch.set_num_threads(2)
+    try:
+        assert sample(logits, sequences) == alone
+        assert sample(logits[7:8], sequences[7:8]) == alone[7:8]
+    finally:
+        torch.set_num_threads(1)
     monkeypatch.setattr(logits_module, "ELEMENTS_PER_PASS", 4 * vocab)
     monkeypatch.setattr(sampler, "NUCLEUS_CANDIDATES", 7)
     assert sample(logits, sequences) == alone
