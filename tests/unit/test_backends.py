@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from moe_runtime.backends import choose
+from moe_runtime.backends import choose, invariant_only
+from moe_runtime.config import EngineConfig
 from moe_runtime.errors import BackendUnavailable
 
 REASONS = {"fast": "needs a GPU", "plain": None, "slow": None}
@@ -31,3 +32,20 @@ def test_what_cannot_be_is_an_error_with_the_reason() -> None:
         choose("thing", "fast", REASONS, log=True)
     with pytest.raises(BackendUnavailable, match="no thing can be used: a: x; b: y"):
         choose("thing", "auto", {"a": "x", "b": "y"}, log=True)
+
+
+def test_deterministic_takes_what_is_invariant_and_refuses_the_rest() -> None:
+    """Triton's interpreter, which can serve as well, is thousands of times slower: it comes after."""
+    config = EngineConfig(model="demo", deterministic=True)
+    reasons = {"cpu": None, "triton": None, "deterministic": None}
+    allowed = invariant_only(reasons, config, "deterministic", "triton")
+    assert choose("thing", "auto", allowed, log=False).name == "deterministic"
+    assert choose("thing", "triton", allowed, log=False).name == "triton"
+    with pytest.raises(
+        BackendUnavailable, match="with --deterministic allowed are auto, deterministic, triton"
+    ):
+        choose("thing", "cpu", allowed, log=False)
+    on_gpu = invariant_only(reasons | {"deterministic": "runs on cpu"}, config, "deterministic", "triton")
+    assert choose("thing", "auto", on_gpu, log=False).name == "triton"
+    plain = EngineConfig(model="demo")
+    assert choose("thing", "auto", invariant_only(reasons, plain, "deterministic"), log=False).name == "cpu"
