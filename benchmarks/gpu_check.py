@@ -51,16 +51,16 @@ class Check:
 
 
 CHECKS = (
-    Check("experts 16-bit", 1, "benchmarks.gpu_numerics:experts_wide", 80),
-    Check("experts fp8 block", 1, "benchmarks.gpu_numerics:experts_fp8_block", 80),
-    Check("experts fp8 channel and tensor", 1, "benchmarks.gpu_numerics:experts_fp8_other", 80),
-    Check("expert tiles", 1, "benchmarks.gpu_numerics:expert_tiles", 80),
+    Check("experts 16-bit", 1, "benchmarks.gpu_experts:experts_wide", 80),
+    Check("experts fp8 block", 1, "benchmarks.gpu_experts:experts_fp8_block", 80),
+    Check("experts fp8 channel and tensor", 1, "benchmarks.gpu_experts:experts_fp8_other", 80),
+    Check("expert tiles", 1, "benchmarks.gpu_experts:expert_tiles", 80),
     Check("attention", 1, "benchmarks.gpu_numerics:attention", 80),
     Check("layer operations", 1, "benchmarks.gpu_numerics:layer_operations", 60),
     Check("router", 1, "benchmarks.gpu_numerics:router", 60),
     Check("grouping", 1, "benchmarks.gpu_numerics:grouping", 30),
-    Check("one-sided, virtual ranks", 1, "benchmarks.gpu_numerics:virtual_ranks", 80),
-    Check("one-sided, nvshmem with one rank", 1, "benchmarks.gpu_numerics:nvshmem_one_rank", 60),
+    Check("one-sided, virtual ranks", 1, "benchmarks.gpu_exchange:virtual_ranks", 80),
+    Check("one-sided, nvshmem with one rank", 1, "benchmarks.gpu_exchange:nvshmem_one_rank", 60),
     Check("model against cpu", 1, "benchmarks.gpu_numerics:model_parity", 80),
     Check("roofline", 2, "benchmarks.gpu_timing:roofline", 20),
     Check("grouped gemm qwen3-30b-a3b bf16", 2, "benchmarks.gpu_timing:qwen3_bf16", 50),
@@ -163,7 +163,8 @@ class Worker:
         try:
             if self.process is None:
                 self._start()
-                assert self._receive(began + START_SECONDS)[0] == "ready"
+                start = START_SECONDS * (10 if self.settings.small else 1)
+                assert self._receive(began + start)[0] == "ready"
             began = time.monotonic()
             self.connection.send((check.function, seed, known))
             stop = min(began + check.budget_s, until)

@@ -1,120 +1,21 @@
-"""Stage 1 of gpu_check: every kernel against its reference, which runs on the same device unless a check says otherwise.
+"""Stage 1 of gpu_check: attention, layer operations, routing and a whole decoder, against their references.
 
-Each check yields a row per case. Legend: T tokens, K experts per token, N ranks, p slots, S expert rows, D hidden.
+References run on the same device unless a check says otherwise; each check yields a row per case.
+Legend: T tokens, p slots.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_cases import (
-    BF16,
-    STEP,
-    Env,
-    Skip,
-    close,
-    expert_batch,
-    expert_weights,
-    same,
-    valid_rows,
-)
-from moe_runtime.experts.reference import ReferenceExperts
-from moe_runtime.experts.triton_config import GroupedGemmConfig
-from moe_runtime.experts.triton_grouped import TritonExperts, compute_experts, gpu_of
-from moe_runtime.quantization import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, QuantScheme
+from benchmarks.gpu_cases import BF16, STEP, Env, close, same
 
 Rows = Iterator[dict[str, Any]]
-WIDE_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-FP8_TOLERANCE = 6e-2
-"""Of activations rounded to FP8: a value next to a tie may round the other way, half a step of 1/8."""
-
-
-def experts_wide(env: Env) -> Rows:
-    """Built-in tiles for few, some and many rows per slot; every way to write an activation."""
-    for dtype in (BF16, torch.float16, torch.float32):
-        yield from _experts(env, dtype, None, False)
-    for activation, limit in (
-        ("gelu_pytorch_tanh", None),
-        ("swiglu_oai", 7.0),
-        ("relu2", None),
-        ("silu", 1.0),
-    ):
-        yield from _experts(env, BF16, None, False, activation, limit, sizes=1)
-
-
-def experts_fp8_block(env: Env) -> Rows:
-    """FP8 with a scale for each 128 x 128 block: activations rounded too, and not."""
-    for rounds in (True, False):
-        yield from _experts(env, BF16, FP8_BLOCK, rounds)
-
-
-def experts_fp8_other(env: Env) -> Rows:
-    """FP8 with a scale per channel and per tensor."""
-    for rounds in (True, False):
-        yield from _experts(env, BF16, FP8_CHANNEL, rounds)
-    yield from _experts(env, BF16, FP8_TENSOR, True, sizes=1)
-
-
-def _experts(
-    env: Env,
-    dtype: torch.dtype,
-    scheme: QuantScheme | None,
-    rounds: bool,
-    activation: str = "silu",
-    limit: float | None = None,
-    sizes: int = 3,
-) -> Rows:
-    kernel = TritonExperts(env.device)
-    shapes = [(160, 136), (201, 157), (128, 130)] if env.small else [(512, 384), (201, 157), (1024, 640)]
-    per_slot = [5, 20, 40] if env.small else [10, 50, 300]
-    for (hidden, inner), most in list(zip(shapes, per_slot, strict=True))[-sizes:]:
-        weights = expert_weights(
-            env.device, 4, hidden, inner, dtype, scheme, rounds, activation, bias=True, limit=limit
-        )
-        batch = expert_batch(env.device, [0, most, 1, random.randint(0, most)], hidden, dtype, 11)
-        what = f"{scheme.name if scheme else dtype} {activation} D={hidden} F={inner} rows<={most} rounds={rounds}"
-        yield _compare(what, kernel(batch, weights), batch, weights)
-
-
-def _compare(what: str, y_SD: torch.Tensor, batch: Any, weights: Any) -> dict[str, Any]:
-    valid = valid_rows(batch)
-    expected = ReferenceExperts()(valid, weights)
-    tolerance = FP8_TOLERANCE if weights.quantize_activations else WIDE_TOLERANCE[y_SD.dtype]
-    return close(what, y_SD[: expected.shape[0]], expected, tolerance)
-
-
-TILES = {
-    "rows on M": GroupedGemmConfig(64, 128, 64),
-    "big": GroupedGemmConfig(128, 256, 64, num_warps=8),
-    "weights on M": GroupedGemmConfig(16, 128, 64, swap_ab=True),
-    "split": GroupedGemmConfig(32, 64, 32, split_k=4),
-    "descriptors": GroupedGemmConfig(128, 128, 64, num_warps=8, use_tma=True),
-    "descriptors, weights on M, split": GroupedGemmConfig(16, 128, 64, swap_ab=True, use_tma=True, split_k=2),
-}
-
-
-def expert_tiles(env: Env) -> Rows:
-    """Every variant of the grouped GEMM, on shapes that descriptors take and others; empty and single slots."""
-    gpu = gpu_of(env.device)
-    for name, config in TILES.items():
-        for hidden, inner in ((256, 128), (201, 157)):
-            weights = expert_weights(env.device, 4, hidden, inner, BF16, bias=True)
-            batch = expert_batch(env.device, [0, 35, 1, 0], hidden, BF16, 9)
-            yield _compare(
-                f"{name} D={hidden} F={inner}",
-                compute_experts(batch, weights, (config, config), gpu),
-                batch,
-                weights,
-            )
-    weights = expert_weights(env.device, 3, 128, 64)
-    for counts, tokens in (([0, 0, 0], 4), ([0, 0, 0], 0), ([0, 90, 0], 5)):
-        batch = expert_batch(env.device, counts, 128, BF16, tokens)
-        yield _compare(f"rows {counts}", TritonExperts(env.device)(batch, weights), batch, weights)
 
 
 def attention(env: Env) -> Rows:
@@ -312,103 +213,6 @@ def grouping(env: Env) -> Rows:
         ours, expected = group_pairs(slot_TK, slots), reference(slot_TK, slots)
         for field in ("pair_S", "position_TK", "num_rows_p"):
             yield same(f"T={tokens} p={slots} {field}", getattr(ours, field), getattr(expected, field))
-
-
-def virtual_ranks(env: Env) -> Rows:
-    """One-sided dispatch and combine, every rank in this process; more tokens than a buffer holds."""
-    from moe_runtime.dispatch.triton_one_sided_virtual import VirtualRanks
-
-    hidden = 48 if env.small else 2048
-    sizes = ((1, 5), (3, 9)) if env.small else ((1, 64), (2, 1), (4, 300), (8, 700))
-    for num_ranks, tokens in sizes:
-        for combine in ("exact", "per_rank"):
-            ranks = VirtualRanks(
-                num_ranks,
-                1 << (20 if env.small else 27),
-                env.device,
-                hidden_size=hidden,
-                topk=4,
-                dtype=BF16,
-                combine=combine,
-            )
-            for turn in range(3):
-                what = f"N={num_ranks} T<={tokens} {combine} call {turn}"
-                yield _exchange(env, what, ranks.dispatch, ranks.combine, num_ranks, tokens, hidden, combine)
-            for dispatcher in ranks.dispatchers:
-                dispatcher.check()
-            ranks.close()
-
-
-def nvshmem_one_rank(env: Env) -> Rows:
-    """The same kernels on a heap that NVSHMEM allocated, with one rank."""
-    from moe_runtime.dispatch import heap_nvshmem
-    from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
-
-    reason = heap_nvshmem.unsupported(env.device.type)
-    if reason is not None:
-        raise Skip(reason)
-    heap = heap_nvshmem.NvshmemHeap(0, lambda text: [text], 1 << 26, env.device)
-    dispatcher = TritonOneSidedDispatcher(
-        heap, hidden_size=1024, topk=4, dtype=BF16, step_timeout=10.0, is_alive=lambda _: True
-    )
-    yield _exchange(
-        env, "N=1",
-        lambda xs, plans: [dispatcher.dispatch(xs[0], plans[0]).wait()],
-        lambda ys, batches, plans: [dispatcher.combine(ys[0], batches[0], plans[0]).wait()],
-        1, 200, 1024, "exact",
-    )  # fmt: skip
-    dispatcher.check()
-    dispatcher.close()
-
-
-def _exchange(
-    env: Env,
-    what: str,
-    dispatch: Callable[..., list[Any]],
-    combine: Callable[..., list[torch.Tensor]],
-    num_ranks: int,
-    tokens: int,
-    hidden: int,
-    mode: str,
-) -> dict[str, Any]:
-    """Sends random tokens, multiplies each slot's rows by the slot's own factor, and returns them."""
-    from moe_runtime.core import DispatchPlan
-
-    p, K, device = 4, 4, env.device
-    lengths = [random.randint(0, tokens) for _ in range(num_ranks - 1)] + [tokens]
-    xs = [torch.randn(n, hidden, device=device).to(BF16) for n in lengths]
-    slots = [torch.rand(n, num_ranks * p, device=device).topk(K, 1).indices for n in lengths]
-    for slot_TK in slots:
-        slot_TK[torch.rand(slot_TK.shape, device=device) < 0.1] = -1
-    # Powers of two, so that a product is exact.
-    factor = 2.0 ** torch.randint(-2, 3, (num_ranks * p,), device=device)
-    plans = [
-        DispatchPlan(s, torch.rand(s.shape, device=device), p, num_ranks, rank, max(lengths)) for rank, s in enumerate(slots)
-    ]  # fmt: skip
-    batches = dispatch(xs, plans)
-    ys = []
-    for rank, batch in enumerate(batches):
-        wanted = [
-            [x[(slot_TK == slot).any(1)] for x, slot_TK in zip(xs, slots, strict=True)]
-            for slot in range(rank * p, rank * p + p)
-        ]
-        same(
-            f"{what}: rows per slot", batch.num_rows_p.cpu(), torch.tensor([sum(map(len, w)) for w in wanted])
-        )
-        rows = batch.tokens_RD[batch.row_index_S[: int(batch.num_rows_p.sum())]]
-        same(f"{what}: rows of rank {rank}", rows, torch.cat([row for w in wanted for row in w]))
-        of_row = torch.repeat_interleave(factor[rank * p : rank * p + p], batch.num_rows_p)
-        y_SD = torch.full((batch.row_index_S.shape[0], hidden), torch.nan, dtype=BF16, device=device)
-        y_SD[: rows.shape[0]] = (rows.float() * of_row[:, None]).to(BF16)
-        ys.append(y_SD)
-    outs = combine(ys, batches, plans)
-    expected = [
-        x.float() * (plan.topk_weights_TK * torch.where(slot_TK >= 0, factor[slot_TK.clamp(min=0)], 0.0)).sum(1, keepdim=True)
-        for x, slot_TK, plan in zip(xs, slots, plans, strict=True)
-    ]  # fmt: skip
-    # Partial sums of per_rank are rounded to bf16 on their way.
-    tolerance = 2**-8 if mode == "exact" else 2**-6
-    return close(what, torch.cat(outs), torch.cat(expected), tolerance)
 
 
 def model_parity(env: Env) -> Rows:

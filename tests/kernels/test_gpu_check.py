@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_numerics, gpu_timing
+from benchmarks import gpu_check, gpu_experts, gpu_numerics, gpu_timing
 from benchmarks.gpu_cases import Env, Skip, close, same
 from benchmarks.gpu_check import Check, Report, Settings, run_stage
 
@@ -58,7 +58,7 @@ def run_script(*args: str, path: Path | None = None) -> subprocess.CompletedProc
     if path is not None:
         env["PYTHONPATH"] = str(path)
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), *args]
-    return subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, check=False, timeout=280)
+    return subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, check=False, timeout=850)
 
 
 @pytest.fixture
@@ -87,6 +87,8 @@ def test_bad_arguments(arguments: list[str]) -> None:
     assert run_script(*arguments).returncode == 2
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_with_torch_and_triton_alone(seed: int, only_torch_and_triton: Path, tmp_path: Path) -> None:
     """One check that imports little and one that imports the decoder; the test below runs all."""
     out = tmp_path / "out.json"
@@ -101,6 +103,7 @@ def test_with_torch_and_triton_alone(seed: int, only_torch_and_triton: Path, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @needs_no_gpu
 def test_stage_one_in_the_interpreter(seed: int, only_torch_and_triton: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
@@ -173,25 +176,27 @@ def test_a_wrong_kernel_fails_its_check(seed: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(TritonOps, "rms_norm", lambda self, x, w, eps: norm(self, x, w, 0.1))
     with pytest.raises(AssertionError, match="rms_norm"):
         list(gpu_numerics.layer_operations(SMALL))
-    kernel = gpu_numerics.TritonExperts.__call__
+    kernel = gpu_experts.TritonExperts.__call__
     monkeypatch.setattr(
-        gpu_numerics.TritonExperts, "__call__", lambda self, b, w: kernel(self, b, w).roll(1, 0)
+        gpu_experts.TritonExperts, "__call__", lambda self, b, w: kernel(self, b, w).roll(1, 0)
     )
     with pytest.raises(AssertionError, match="off by"):
-        list(gpu_numerics.experts_fp8_block(SMALL))
+        list(gpu_experts.experts_fp8_block(SMALL))
 
 
 def test_failures_do_not_stop_the_run(tmp_path: Path) -> None:
     names = ["wrong", "right", "dies", "skipped", "hangs"]
-    checks = [Check(name, 1, f"tests.helpers.gpu_checks:{name}", 2.0) for name in names]
+    checks = [
+        Check(name, 1, f"tests.helpers.gpu_checks:{name}", 2.0 if name == "hangs" else 60.0) for name in names
+    ]
     checks += [
-        Check("roofline", 1, "tests.helpers.gpu_checks:right", 9.0),
-        Check("last", 1, "tests.helpers.gpu_checks:reads_the_roofline", 9.0),
-        Check("late", 1, "tests.helpers.gpu_checks:right", 9.0),
+        Check("roofline", 1, "tests.helpers.gpu_checks:right", 60.0),
+        Check("last", 1, "tests.helpers.gpu_checks:reads_the_roofline", 60.0),
+        Check("late", 1, "tests.helpers.gpu_checks:right", 60.0),
     ]
     report = Report(tmp_path / "out.json", {"seed": 1}, checks)
     settings = Settings("cpu", small=True, poison=False)
-    run_stage(checks[:-1], settings, 1, 100.0, 1, report)
+    run_stage(checks[:-1], settings, 1, 280.0, 1, report)
     run_stage(checks[-1:], settings, 1, 0.0, 1, report)
     found = {c["name"]: c for c in json.loads((tmp_path / "out.json").read_text())["checks"]}
     assert {name: check["status"] for name, check in found.items()} == {
