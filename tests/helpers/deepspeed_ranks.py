@@ -47,9 +47,9 @@ def autoep_logprobs(
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 
     network = transformers.Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    auto = AutoEP(
-        network, parse_autoep_config({"enabled": True, "autoep_size": num_ranks, "preset_model": "qwen3_moe"})
-    )
+    # torch._grouped_mm takes only rows of a multiple of 16 bytes.
+    settings = {"enabled": True, "autoep_size": num_ranks, "preset_model": "qwen3_moe", "use_grouped_mm": False}
+    auto = AutoEP(network, parse_autoep_config(settings))
     # Hooks for the router's auxiliary loss, which 0.19.8 looks for where transformers 5.24 has them no more.
     auto._retarget_transformers_output_recorders = lambda *args, **kwargs: None
     auto.replace_moe_layers(auto.ep_parser(), num_ranks, rank)
@@ -134,7 +134,8 @@ def train_and_save(
         optimizer=torch.optim.SGD(network.parameters(), lr=0.01),
         config={"train_micro_batch_size_per_gpu": 1},
     )
-    ids = torch.tensor([texts[rank]])
+    # As many tokens on every rank: DeepSpeed's top-1 gate cuts its capacity to the rank's own number.
+    ids = torch.tensor([texts[rank][: min(map(len, texts))]])
     before = [p.detach().clone() for p in network.parameters()]
     engine.backward(engine(ids, labels=ids, use_cache=False).loss)
     engine.step()
