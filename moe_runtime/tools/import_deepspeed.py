@@ -20,7 +20,7 @@ EPILOG = f"""\
 what is read
   IN/latest names the tag; in its folder mp_rank_00_model_states.pt holds all but the experts, and each
   layer_L_expert_E_mp_rank_00_model_states.pt one expert. They are read as tensors and plain values only, so a
-  checkpoint cannot run code. Optimizer states are left out, and that is said. Not supported: tensor or pipeline
+  checkpoint cannot run code. Other files, such as optimizer states, are not converted, and that is said. Not supported: tensor or pipeline
   parallelism, ZeRO stage 3, AutoEP, residual MoE, experts with biases.
 
 names
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     if report.left_out:
         count, first = len(report.left_out), report.left_out[0]
-        sys.stdout.write(f"left out, no weights: {first}{f' and {count - 1} more' if count > 1 else ''}\n")
+        sys.stdout.write(f"not converted: {first}{f' and {count - 1} more' if count > 1 else ''}\n")
     sys.stdout.write(
         f"{args.target}: {report.num_tensors} tensors, {report.num_bytes / 1e6:.1f} MB; {', '.join(report.copied)}\n"
     )

@@ -77,7 +77,7 @@ class ImportReport:
     copied: tuple[str, ...]
     """Files taken over as they are."""
     left_out: tuple[str, ...]
-    """Files of the source that hold no weights."""
+    """Other files of the source: optimizer states."""
 
 
 @dataclass(frozen=True)

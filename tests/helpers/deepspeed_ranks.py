@@ -48,9 +48,14 @@ def autoep_logprobs(
 
     network = transformers.Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     # torch._grouped_mm takes only rows of a multiple of 16 bytes.
-    settings = {"enabled": True, "autoep_size": num_ranks, "preset_model": "qwen3_moe", "use_grouped_mm": False}
+    settings = {
+        "enabled": True,
+        "autoep_size": num_ranks,
+        "preset_model": "qwen3_moe",
+        "use_grouped_mm": False,
+    }
     auto = AutoEP(network, parse_autoep_config(settings))
-    # Hooks for the router's auxiliary loss, which 0.19.8 looks for where transformers 5.24 has them no more.
+    # Only collects router logits for a training loss, and 0.19.8 trips over transformers 5.24's registry there.
     auto._retarget_transformers_output_recorders = lambda *args, **kwargs: None
     auto.replace_moe_layers(auto.ep_parser(), num_ranks, rank)
     layers = [module for module in network.modules() if isinstance(module, AutoEPMoELayer)]
