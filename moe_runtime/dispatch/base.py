@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 
 from moe_runtime.core import DispatchPlan, ExpertBatch, LayerPlacement, Routing
+from moe_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,26 +54,37 @@ class Dispatcher(Protocol):
     1. Every rank makes the same calls in the same order, also with T = 0.
     2. A token crosses to a destination rank once, however many of its experts live there.
     3. Rows of a slot are contiguous and ordered by (source rank, token).
-    4. combine multiplies by the routing weights in float32, sums in k order, and returns the dtype of y_rows.
+    4. combine multiplies by the routing weights in float32 and returns the dtype of y_rows. `exact`: every expert row
+       returns, and the owner sums in k order. `per_rank`: the rank that computed sums its own in k order, one row per
+       (token, rank) returns in the dtype of y_rows, and the owner adds those in float32 in the order of the ranks.
     5. Slot -1 yields zero and costs no traffic; a token with only -1 yields a zero row.
     6. More tokens than a buffer holds are sent in rounds, equally many on all ranks.
-    7. Payload rows are bytes of the model's dtype (float32, bfloat16, float16).
+    7. Payload rows are bytes: of float32, bfloat16, float16, or uint8 (`fp8_payload`). Results may have another dtype.
     8. A dead or late peer raises LockstepError; nothing hangs.
     9. Any number of experts and ranks: E not divisible by N, N larger than E, replicas, ranks with no expert.
     10. close() is idempotent and leaves no file behind.
+    11. A call may be made before results of earlier ones have been waited for, and these may be waited for in any order.
+        How many calls travel at the same time is up to the dispatcher; one too many finishes the oldest first.
     """
 
     name: str
 
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Pending[ExpertBatch]:
-        """Send the rows of x_TD (contiguous, float) to the ranks named in the plan."""
+        """Send the rows of x_TD (contiguous) to the ranks named in the plan."""
         ...
 
     def combine(self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan) -> Pending[torch.Tensor]:
-        """Return y's expert rows to their tokens: out_TD = sum over k of weight * row."""
+        """Return y's expert rows to their tokens: out_TD = sum over k of weight * row. See contract 4 for the order."""
         ...
 
     def close(self) -> None: ...
+
+
+def sums_per_rank(combine: str) -> bool:
+    """Whether a way of combining, `exact` or `per_rank`, is the latter. Raises ConfigError on any other."""
+    if combine not in ("exact", "per_rank"):
+        raise ConfigError(f"combine={combine!r}: allowed are exact, per_rank")
+    return combine == "per_rank"
 
 
 def plan_dispatch(

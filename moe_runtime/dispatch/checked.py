@@ -13,7 +13,7 @@ from moe_runtime.dispatch.waiting import lockstep_errors, wait_work
 from moe_runtime.errors import LockstepError
 
 _KINDS = ("dispatch", "combine")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 
 
 class _Step(NamedTuple):

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from moe_runtime.dispatch.rows import Int32Array
 
 HEADER_BYTES = 64
+LAST_EXCHANGE = 1 << 62
+"""After it comes number 1 again; even, so that odd and even numbers go on taking turns. 0 stays the unused flag."""
 _FLAG, _TOTAL, _ROUNDS, _CALL = 0, 1, 2, 3
 
 
@@ -104,9 +106,13 @@ def slab_capacity(slab: int, row_bytes: int, topk: int) -> int:
 class Mailboxes:
     """Sends and receives the messages of one rank, one exchange at a time."""
 
-    def __init__(self, heap: SharedHeap, slab: int, step_timeout: float, is_alive: IsAlive) -> None:
+    def __init__(
+        self, heap: SharedHeap, slab: int, step_timeout: float, is_alive: IsAlive, first_byte: int = 0
+    ) -> None:
+        """first_byte: where its 2 * (num_ranks - 1) slabs begin in every segment, a multiple of 64."""
         self.rank, self.num_ranks = heap.rank, heap.num_ranks
         self._heap = heap
+        self._first_byte = first_byte
         self._slab_bytes = slab
         self._timeout = step_timeout
         self._is_alive = is_alive
@@ -132,7 +138,7 @@ class Mailboxes:
 
     def next_exchange(self) -> None:
         """Begin the next exchange. All messages of the last one must have been received."""
-        self._exchange += 1
+        self._exchange = self._exchange % LAST_EXCHANGE + 1
 
     def outbox(self, peer: int, call: Call, dtype: torch.dtype) -> Slab:
         """Where to write the message to `peer`."""
@@ -173,7 +179,7 @@ class Mailboxes:
 
     def _offset(self, owner: int, source: int, parity: int) -> int:
         place = (source - owner - 1) % self.num_ranks
-        return (parity * (self.num_ranks - 1) + place) * self._slab_bytes
+        return self._first_byte + (parity * (self.num_ranks - 1) + place) * self._slab_bytes
 
     def _make_view(
         self, owner: int, source: int, parity: int, row_elements: int, topk: int, dtype: torch.dtype

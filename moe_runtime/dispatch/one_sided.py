@@ -1,8 +1,10 @@
 """Tokens are stored straight into the memory of the rank that needs them, over a shared-memory heap.
 
 dispatch() and combine() store this rank's messages and return; wait() on their result receives the peers', so
-work placed between the two (a shared expert) overlaps with slower ranks. A call first finishes the one before it
-if that has not been waited for yet. `mailbox` has the protocol and its picture.
+work placed between the two (a shared expert) overlaps with slower ranks. `in_flight` calls may be under way at a time,
+each with mailboxes of its own, which calls use in turn; one more call first finishes the oldest. Calls are finished in
+the order in which they were made, so that ranks never wait for one another's later ones. `mailbox` has the protocol
+and its picture.
 
 A message longer than its slab goes in rounds. Each header says how many rounds its sender needs, so after the
 first one all ranks know the largest number, and do that many.
@@ -12,6 +14,7 @@ Legend: T tokens here, K experts per token, D hidden, N ranks, R token rows, S e
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,17 +23,19 @@ import torch
 
 from moe_runtime.core import DispatchPlan, ExpertBatch
 from moe_runtime.dispatch import heap_shm
-from moe_runtime.dispatch.base import Deferred
-from moe_runtime.dispatch.mailbox import Call, Header, Mailboxes, segment_bytes, slab_bytes, slab_capacity
-from moe_runtime.dispatch.rows import (
-    Incoming,
-    Outgoing,
-    Traffic,
-    plan_incoming,
-    plan_outgoing,
-    starts,
-    sum_in_k_order,
+from moe_runtime.dispatch.base import Deferred, sums_per_rank
+from moe_runtime.dispatch.combining import OwnPairs, own_pairs, partial_sums, sum_returned, words_beside
+from moe_runtime.dispatch.heap_delay import delay_words
+from moe_runtime.dispatch.mailbox import (
+    HEADER_BYTES,
+    Call,
+    Header,
+    Mailboxes,
+    segment_bytes,
+    slab_bytes,
+    slab_capacity,
 )
+from moe_runtime.dispatch.rows import Incoming, Outgoing, Traffic, plan_incoming, plan_outgoing, starts
 from moe_runtime.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -48,17 +53,20 @@ def unsupported(
     free_shm_bytes: int,
     row_bytes: int,
     topk: int,
+    combine: str = "exact",
+    in_flight: int = 1,
 ) -> str | None:
     """Why the one-sided dispatcher cannot serve this, or None.
 
     `buffer_bytes`: shared memory per rank; `free_shm_bytes`: what heap_shm.free_shm_bytes() says before any rank has
-    reserved; `row_bytes`: the widest token row.
+    reserved; `row_bytes`: the widest token row; `in_flight`: calls under way at a time, which share the buffer.
     """
     reason = heap_shm.unsupported(same_host, device_type)
     if reason is not None:
         return reason
-    needed = segment_bytes(num_ranks, 1, row_bytes, topk)
-    if slab_capacity(slab_bytes(num_ranks, buffer_bytes), row_bytes, topk) < 1:
+    words = _words(topk, combine)
+    needed = in_flight * segment_bytes(num_ranks, 1, row_bytes, words)
+    if slab_capacity(slab_bytes(num_ranks, buffer_bytes // in_flight), row_bytes, words) < 1:
         return f"a buffer of {buffer_bytes} bytes per rank cannot hold a row per peer, which takes {needed}"
     if num_ranks * buffer_bytes > free_shm_bytes:
         return (
@@ -68,10 +76,19 @@ def unsupported(
     return None
 
 
+def _words(topk: int, combine: str) -> int:
+    """Words of int32 beside a row."""
+    return 2 * topk if sums_per_rank(combine) else topk
+
+
 @dataclass(frozen=True)
 class _Handle:
     outgoing: Outgoing
     incoming: Incoming
+    rows_N: list[int]
+    """Token rows received from each rank."""
+    own: OwnPairs | None
+    """What this rank sums itself; None in exact combine."""
 
 
 class OneSidedDispatcher:
@@ -79,7 +96,9 @@ class OneSidedDispatcher:
 
     all_gather_text: how ranks meet during construction, which is collective. hidden_size, topk, dtype: the widest rows of any layer.
     buffer_bytes: shared memory of each rank. step_timeout: seconds that a peer may be late.
-    is_alive(rank): whether a peer's process still runs.
+    is_alive(rank): whether a peer's process still runs. combine: `exact` or `per_rank`, see Dispatcher.
+    in_flight: calls that may be under way at a time; they share the buffer.
+    delay_s: hold every message back by this long, to try out a slower network.
     Raises CapacityError if the buffer cannot hold one row per peer or /dev/shm cannot hold the buffers.
     """
 
@@ -97,18 +116,30 @@ class OneSidedDispatcher:
         buffer_bytes: int,
         step_timeout: float,
         is_alive: IsAlive,
+        combine: str = "exact",
+        in_flight: int = 1,
+        delay_s: float = 0.0,
     ) -> None:
         self.traffic = Traffic()
-        slab = slab_bytes(num_ranks, buffer_bytes)
-        needed = segment_bytes(num_ranks, 1, hidden_size * dtype.itemsize, topk)
-        if slab_capacity(slab, hidden_size * dtype.itemsize, topk) < 1:
+        self._per_rank = sums_per_rank(combine)
+        slab = slab_bytes(num_ranks, buffer_bytes // in_flight)
+        words = _words(topk, combine)
+        needed = in_flight * segment_bytes(num_ranks, 1, hidden_size * dtype.itemsize, words)
+        if slab_capacity(slab, hidden_size * dtype.itemsize, words) < 1:
             raise CapacityError(
                 f"dispatch buffer of {buffer_bytes} bytes: one row of {hidden_size} x {dtype} per peer needs {needed}"
                 f" bytes per rank with {num_ranks} ranks (dispatch_buffer_mib >= {-(-needed >> 20)})"
             )
-        heap = heap_shm.SharedHeap(rank, all_gather_text, slab * 2 * max(1, num_ranks - 1))
-        self._mail = Mailboxes(heap, slab, step_timeout, is_alive)
-        self._last: _Transfer | None = None
+        boxes_bytes = slab * 2 * max(1, num_ranks - 1)
+        heap = heap_shm.SharedHeap(rank, all_gather_text, boxes_bytes * in_flight)
+        if delay_s:
+            delay_words(heap, delay_s)
+        self._mail = [
+            Mailboxes(heap, slab, step_timeout, is_alive, first_byte=i * boxes_bytes)
+            for i in range(in_flight)
+        ]
+        self._next_mail = 0
+        self._under_way: deque[_Transfer] = deque()
 
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Deferred[ExpertBatch]:
         """Stores the rows at their destinations; wait() receives. x_TD must not change until then.
@@ -116,71 +147,74 @@ class OneSidedDispatcher:
         Raises LockstepError if a peer is dead, late or at another call, CapacityError if no row fits the buffer.
         """
         outgoing = plan_outgoing(plan.global_slot_TK.numpy(), plan.num_ranks, plan.slots_per_rank)
-        call = Call(
-            _DISPATCH, plan.max_num_tokens, x_TD.shape[1], x_TD.element_size(), outgoing.slot_MK.shape[1]
-        )
-        transfer = self._post(
-            x_TD, torch.from_numpy(outgoing.token_M), outgoing.slot_MK, outgoing.rows_N, call
-        )
+        words_MW = words_beside(outgoing, plan.topk_weights_TK.numpy() if self._per_rank else None)
+        call = Call(_DISPATCH, plan.max_num_tokens, x_TD.shape[1], x_TD.element_size(), words_MW.shape[1])
+        transfer = self._post(x_TD, torch.from_numpy(outgoing.token_M), words_MW, outgoing.rows_N, call)
         self.traffic.dispatches += 1
         self.traffic.rows_sent += sum(outgoing.rows_N) - outgoing.rows_N[plan.rank]
 
         def finish() -> ExpertBatch:
-            tokens, slots, rows_N = self._finish(transfer)
-            incoming = plan_incoming(slots, rows_N, plan.slots_per_rank)
+            tokens, words, rows_N = self._finish(transfer)
+            K = plan.global_slot_TK.shape[1]
+            incoming = plan_incoming(words[:, :K], rows_N, plan.slots_per_rank)
+            own = own_pairs(words, K, incoming.return_S) if self._per_rank else None
             return ExpertBatch(
                 tokens_RD=tokens,
                 row_index_S=torch.from_numpy(incoming.row_index_S),
                 num_rows_p=torch.from_numpy(incoming.rows_p),
-                handle=_Handle(outgoing, incoming),
+                handle=_Handle(outgoing, incoming, rows_N, own),
             )
 
         return Deferred(finish)
 
     def combine(self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan) -> Deferred[torch.Tensor]:
-        """Stores expert rows at their tokens' owners; wait() receives and sums. y_SD must not change until then.
+        """Stores result rows at their tokens' owners; wait() receives and sums. y_SD must not change until then.
 
         Raises as dispatch does.
         """
         handle: _Handle = batch.handle
         outgoing, incoming = handle.outgoing, handle.incoming
+        if handle.own is None:
+            rows, order, rows_N = y_SD, torch.from_numpy(incoming.return_S), incoming.pairs_N
+            expected_N = outgoing.pairs_N
+        else:
+            rows, rows_N = partial_sums(y_SD, handle.own), handle.rows_N
+            order, expected_N = torch.arange(rows.shape[0]), outgoing.rows_N
         call = Call(_COMBINE, plan.max_num_tokens, y_SD.shape[1], y_SD.element_size(), 0)
-        no_slots = np.empty((incoming.return_S.size, 0), dtype=np.int32)
-        transfer = self._post(y_SD, torch.from_numpy(incoming.return_S), no_slots, incoming.pairs_N, call)
+        no_words = np.empty((order.shape[0], 0), dtype=np.int32)
+        transfer = self._post(rows, order, no_words, rows_N, call)
         self.traffic.combines += 1
-        self.traffic.rows_returned += sum(incoming.pairs_N) - incoming.pairs_N[plan.rank]
+        self.traffic.rows_returned += sum(rows_N) - rows_N[plan.rank]
 
         def finish() -> torch.Tensor:
-            returned, _, rows_N = self._finish(transfer)
-            assert rows_N == outgoing.pairs_N, f"{rows_N} expert rows came back instead of {outgoing.pairs_N}"
-            return sum_in_k_order(
-                returned,
-                torch.from_numpy(outgoing.position_TK),
-                plan.topk_weights_TK,
-                all_present=outgoing.num_pairs == outgoing.position_TK.size,
-            )
+            returned, _, returned_N = self._finish(transfer)
+            assert returned_N == expected_N, f"{returned_N} rows came back instead of {expected_N}"
+            return sum_returned(returned, outgoing, plan.topk_weights_TK, per_rank=handle.own is not None)
 
         return Deferred(finish)
 
     def close(self) -> None:
         """Give the shared memory back. Idempotent."""
-        self._last = None
-        self._mail.close()
+        self._under_way.clear()
+        for mail in self._mail:
+            mail.close()
 
     def _post(
         self, x: torch.Tensor, index_M: torch.Tensor, slot_MK: Int32Array, rows_N: list[int], call: Call
     ) -> _Transfer:
-        if self._last is not None:
-            self._last.finish()
-        self._last = _Transfer(self._mail, self.traffic, x, index_M, slot_MK, rows_N, call)
-        return self._last
+        if len(self._under_way) == len(self._mail):
+            self._under_way.popleft().finish()
+        mail = self._mail[self._next_mail]
+        self._next_mail = (self._next_mail + 1) % len(self._mail)
+        transfer = _Transfer(mail, self.traffic, x, index_M, slot_MK, rows_N, call)
+        self._under_way.append(transfer)
+        return transfer
 
     def _finish(self, transfer: _Transfer) -> tuple[torch.Tensor, Int32Array, list[int]]:
-        result = transfer.finish()
-        if self._last is transfer:
-            # It holds the rows it sent; they should not live until the next layer.
-            self._last = None
-        return result
+        # It holds the rows it sent; they should not live until the next layer.
+        while transfer in self._under_way:
+            self._under_way.popleft().finish()
+        return transfer.finish()
 
 
 class _Transfer:
@@ -223,9 +257,18 @@ class _Transfer:
             if count:
                 slab = self._mail.outbox(peer, self._call, self._x.dtype)
                 at = self._starts[peer] + begin
-                torch.index_select(self._x, 0, self._index_M[at : at + count], out=slab.rows_CD[:count])
-                slab.slots_CK[:count] = self._slot_MK[at : at + count]
+                rows, words = slab.rows_CD[:count], slab.slots_CK[:count]
+                torch.index_select(self._x, 0, self._index_M[at : at + count], out=rows)
+                words[:] = self._slot_MK[at : at + count]
+                self._count(rows.nbytes + words.nbytes)
             self._mail.signal(peer, Header(total, self._rounds), self._call)
+            self._traffic.control_bytes += HEADER_BYTES
+
+    def _count(self, num_bytes: int) -> None:
+        if self._call.kind == _DISPATCH:
+            self._traffic.bytes_sent += num_bytes
+        else:
+            self._traffic.bytes_returned += num_bytes
 
     def _receive_all(self) -> tuple[torch.Tensor, Int32Array, list[int]]:
         mail, call, x = self._mail, self._call, self._x

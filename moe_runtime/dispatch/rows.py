@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     Int64Array = npt.NDArray[np.int64]
     Int32Array = npt.NDArray[np.int32]
+    Float32Array = npt.NDArray[np.float32]
 
 # Elements of one slice of a weighted sum: on the CPU it should stay in the second-level cache; elsewhere it only
 # bounds the memory that is used in passing.
@@ -48,7 +49,13 @@ class Traffic:
     rows_sent: int = 0
     """Token rows sent to other ranks."""
     rows_returned: int = 0
-    """Expert rows sent back to other ranks."""
+    """Result rows sent back to other ranks."""
+    bytes_sent: int = 0
+    """What dispatch moved to other ranks: rows and the words beside them, padding included."""
+    bytes_returned: int = 0
+    """What combine moved to other ranks: result rows, padding included."""
+    control_bytes: int = 0
+    """Headers and counts to other ranks."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +150,7 @@ def sum_in_k_order(
     """
     T, K = position_TK.shape
     D = returned_SD.shape[1]
-    if returned_SD.shape[0] == 0:
+    if T == 0 or returned_SD.shape[0] == 0:
         return returned_SD.new_zeros(T, D)
     budget = _CPU_CHUNK if returned_SD.device.type == "cpu" else _DEVICE_CHUNK
     step = max(1, budget // max(1, K * D))

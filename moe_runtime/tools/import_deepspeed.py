@@ -20,8 +20,8 @@ EPILOG = f"""\
 what is read
   IN/latest names the tag; in its folder mp_rank_00_model_states.pt holds all but the experts, and each
   layer_L_expert_E_mp_rank_00_model_states.pt one expert. They are read as tensors and plain values only, so a
-  checkpoint cannot run code. Other files, such as optimizer states, are not converted, and that is said. Not supported: tensor or pipeline
-  parallelism, ZeRO stage 3, AutoEP, residual MoE, experts with biases.
+  checkpoint cannot run code. Other files, such as optimizer states, are not converted, and that is said.
+  Not supported: tensor or pipeline parallelism, ZeRO stage 3, AutoEP, residual MoE, experts with biases.
 
 names
   OUT has the names of the architecture in config.json. Routers and experts are found by DeepSpeed's own names;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from moe_runtime.core import DispatchPlan, ExpertBatch, ExpertPlacement, Routing
 from moe_runtime.dispatch.base import plan_dispatch
 from moe_runtime.dispatch.collective import CollectiveDispatcher
+from moe_runtime.dispatch.fp8_payload import Fp8Payload, pack_rows, unpack_rows
 from moe_runtime.dispatch.local import LocalDispatcher
 from moe_runtime.dispatch.mailbox import segment_bytes
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
@@ -147,6 +148,13 @@ class Expected:
     sent_rows: int
     returned_rows: int
     out: torch.Tensor
+    """Exact combine's, to the bit."""
+    float_out: torch.Tensor
+    """The sum of the same rows in float64."""
+    per_rank_out: torch.Tensor
+    """per_rank combine's, to the bit."""
+    largest: torch.Tensor
+    """(T, 1) float64: the sum of the magnitudes that were added, at their largest; errors are relative to it."""
 
 
 def expect(data: Data, rank: int) -> Expected:
@@ -169,14 +177,28 @@ def expect(data: Data, rank: int) -> Expected:
                 if source == rank and owner != rank:
                     sent.add((owner, token))
     x, ids, weights = data.x[rank], data.ids[rank], data.weights[rank]
-    out = torch.zeros_like(x)
+    owner_E = (layer_placement(data.placement, 0, rank).expert_to_slot_E // width).tolist()
+    out, per_rank_out = torch.zeros_like(x), torch.zeros_like(x)
+    float_out, largest = (
+        torch.zeros(x.shape, dtype=torch.float64),
+        torch.zeros(len(x), 1, dtype=torch.float64),
+    )
     for token, experts in enumerate(ids.tolist()):
-        total = torch.zeros(x.shape[1])
+        total, partial = torch.zeros(x.shape[1]), torch.zeros(num_ranks, x.shape[1])
+        magnitude = torch.zeros(x.shape[1], dtype=torch.float64)
         for k, expert in enumerate(experts):
             if expert >= 0:
-                total = total + weights[token, k] * data.expert(expert, x[token]).float()
-        out[token] = total.to(x.dtype)
-    return Expected(slot_rows, received, len(sent), returned, out)
+                product = weights[token, k] * data.expert(expert, x[token]).float()
+                total = total + product
+                partial[owner_E[expert]] += product
+                float_out[token] += weights[token, k].double() * data.expert(expert, x[token]).double()
+                magnitude += product.abs().double()
+        out[token], largest[token] = total.to(x.dtype), magnitude.max()
+        summed = torch.zeros(x.shape[1])
+        for row in partial:
+            summed = summed + row.to(x.dtype).float()
+        per_rank_out[token] = summed.to(x.dtype)
+    return Expected(slot_rows, received, len(sent), returned, out, float_out, per_rank_out, largest)
 
 
 def exchange(text: str) -> list[str]:
@@ -186,22 +208,43 @@ def exchange(text: str) -> list[str]:
 
 
 def make(kind: str, num_ranks: int) -> Any:
-    """A dispatcher over the default group; `-exact` sends counts first, `-tiny` has room for three of the widest rows."""
+    """A dispatcher over the default group, by a name of words joined by hyphens.
+
+    local, collective, one_sided; -exact sends counts first; -device plans on the device; -tiny has room for three of the
+    widest rows; -pair for two calls under way at a time; -per_rank sums on the ranks that compute; -fp8 rounds the rows that
+    travel.
+    """
     group = dist.group.WORLD
-    if kind == "local":
-        return LocalDispatcher()
-    if kind.startswith("collective"):
+    name, *words = kind.split("-")
+    combine = "per_rank" if "per_rank" in words else "exact"
+    dispatcher: Any
+    if name == "local":
+        dispatcher = LocalDispatcher()
+    elif name == "collective":
         assert group is not None
-        return CollectiveDispatcher(group, TIMEOUT, **({"fixed_message_bytes": 0} if "exact" in kind else {}))
-    rows = 3 if kind == "one_sided-tiny" else 4096
-    return OneSidedDispatcher(
-        dist.get_rank(),
-        num_ranks,
-        exchange,
-        hidden_size=MAX_D,
-        topk=MAX_K,
-        dtype=torch.float32,
-        buffer_bytes=segment_bytes(num_ranks, rows, 4 * MAX_D, MAX_K) + 64 * 2 * num_ranks,
-        step_timeout=TIMEOUT,
-        is_alive=lambda rank: True,
-    )
+        options = {"padded_message_bytes": 0} if "exact" in words else {}
+        options |= {"device_tokens": 10**6} if "device" in words else {}
+        dispatcher = CollectiveDispatcher(group, TIMEOUT, combine, **options)
+    else:
+        rows = 3 if "tiny" in words else 4096
+        in_flight = 2 if "pair" in words else 1
+        segment = segment_bytes(num_ranks, rows, 4 * MAX_D, 2 * MAX_K) + 64 * 2 * num_ranks
+        dispatcher = OneSidedDispatcher(
+            dist.get_rank(),
+            num_ranks,
+            exchange,
+            hidden_size=MAX_D,
+            topk=MAX_K,
+            dtype=torch.float32,
+            buffer_bytes=in_flight * segment,
+            step_timeout=TIMEOUT,
+            is_alive=lambda rank: True,
+            combine=combine,
+            in_flight=in_flight,
+        )
+    return Fp8Payload(dispatcher) if "fp8" in words else dispatcher
+
+
+def rounded(data: Data) -> Data:
+    """The same, with tokens as they are after a journey in FP8."""
+    return replace(data, x=[unpack_rows(pack_rows(x), x.shape[1], x.dtype) for x in data.x])

@@ -22,6 +22,7 @@ LAYERS: list[tuple[int, str]] = [
     (0, "moe_runtime.cli_peers"),
     (0, "moe_runtime.quantization"),
     (0, "moe_runtime.triton_support.*"),
+    (0, "moe_runtime.profiling.*"),
     (1, "moe_runtime.watchdog"),
     (1, "moe_runtime.topology"),
     (1, "moe_runtime.layers.*"),
@@ -37,6 +38,7 @@ LAYERS: list[tuple[int, str]] = [
     (2, "moe_runtime.engine.block_manager"),
     (2, "moe_runtime.engine.radix_tree"),
     (2, "moe_runtime.engine.control"),
+    (2, "moe_runtime.engine.overlap"),
     (3, "moe_runtime.models.*"),
     (3, "moe_runtime.weights.*"),
     (4, "moe_runtime.engine.model_runner"),
@@ -66,8 +68,21 @@ SEAMS = ("attention", "experts", "dispatch")
 
 HELPERS: dict[str, tuple[str, ...]] = {
     "attention": ("base", "kv_cache"),
-    "experts": ("base", "router"),
-    "dispatch": ("base", "rows", "waiting", "mailbox", "heap", "heap_shm", "nvshmem_device"),
+    "experts": ("base", "router", "triton_config"),
+    "dispatch": (
+        "base",
+        "grouping",
+        "rows",
+        "combining",
+        "waiting",
+        "mailbox",
+        "heap",
+        "heap_shm",
+        "heap_delay",
+        "nvshmem_device",
+        "all_to_all",
+        "collective_fixed",
+    ),
 }
 """Modules of those packages that any implementation there may import."""
 
