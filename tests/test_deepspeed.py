@@ -51,7 +51,7 @@ def test_autoep_gives_the_engines_outputs(packages: str, tmp_path: Path, seed: i
         outputs = llm.generate(prompts, greedy, use_tqdm=False)
     texts = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
     found: dict[int, torch.Tensor] = {}
-    for part in run_ranks(autoep_logprobs, ep, packages, str(tmp_path), texts, timeout=180):
+    for part in run_ranks(autoep_logprobs, ep, packages, str(tmp_path), texts, timeout=400):
         found |= part
     oracle = {tuple(text): found[i] for i, text in enumerate(texts)}
     for output in outputs:
@@ -82,7 +82,7 @@ def test_a_checkpoint_that_deepspeed_wrote(
     draw = random.Random(seed)
     texts = [[draw.randrange(config.vocab_size) for _ in range(n)] for n in (21, 9)]
     source, out = tmp_path / "deepspeed", tmp_path / "model"
-    results = run_ranks(train_and_save, ep, packages, config, names, seed, str(source), texts, timeout=240)
+    results = run_ranks(train_and_save, ep, packages, config, names, seed, str(source), texts, timeout=400)
     assert main([str(source), str(out), "--config", str(source / "hub"), "--experts", ",".join(names)]) == 0
     spec, adapter = load_spec(out)
     experts = [list(range(spec.num_experts))] * spec.num_moe_layers
