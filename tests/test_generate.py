@@ -143,7 +143,8 @@ def test_good_and_bad_lines(model: Path, tmp_path: Path) -> None:
 )
 def test_killed_runs_go_on(model: Path, tmp_path: Path, seed: int, how: signal.Signals) -> None:
     rng = random.Random(seed)
-    (model / "script.json").write_text(json.dumps({"vocab_size": VOCAB, "step_s": 0.005}))
+    # Slow enough that the signal meets a run in progress on a busy machine too.
+    (model / "script.json").write_text(json.dumps({"vocab_size": VOCAB, "step_s": 0.03}))
     lines: list[Any] = [
         request(f"id-{i}", max_tokens=rng.randrange(1, 50), ignore_eos=True) for i in range(60)
     ]
@@ -163,6 +164,7 @@ def test_killed_runs_go_on(model: Path, tmp_path: Path, seed: int, how: signal.S
     assert 8 <= len(before) < 61
     with output.open("a") as file:
         file.write('{"id": "batch_req_1", "custom_id": "id-59", "respon')
+    (model / "script.json").write_text(json.dumps({"vocab_size": VOCAB, "step_s": 0.005}))
     code, out, err = run(model, tmp_path)
     assert code == 0, err
     answers = read(output)

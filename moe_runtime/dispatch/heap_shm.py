@@ -51,7 +51,7 @@ def free_shm_bytes(folder: Path = SHM_FOLDER) -> int:
 
 
 class SharedHeap:
-    """One segment of shared memory per rank, all of the same size, zero at first.
+    """One segment of shared memory per rank, all of the same size, zero at first. A SymmetricHeap.
 
     segments[r]: rank r's segment as uint8 tensor; words[r]: the same memory as int64 words, for flags.
     """
@@ -83,10 +83,13 @@ class SharedHeap:
         # Tensors made inside inference mode could not be written outside it.
         with torch.inference_mode(False):
             self.segments = [torch.frombuffer(m, dtype=torch.uint8) for m in self._maps]
+            self.segment = self.segments[rank]
+            self.addresses_N = torch.tensor([segment.data_ptr() for segment in self.segments])
         self.words = [memoryview(m).cast("q") for m in self._maps]
 
     def close(self) -> None:
         """Drop the mappings; memory still referenced by a tensor lives until that goes. Idempotent."""
+        self.segment = torch.empty(0, dtype=torch.uint8)
         self.segments, self.words, self._maps = [], [], []
 
 

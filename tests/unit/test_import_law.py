@@ -73,12 +73,17 @@ HELPERS: dict[str, tuple[str, ...]] = {
         "combining",
         "waiting",
         "mailbox",
+        "heap",
         "heap_shm",
+        "nvshmem_device",
         "all_to_all",
         "collective_fixed",
     ),
 }
 """Modules of those packages that any implementation there may import."""
+
+SPLIT: dict[str, tuple[str, ...]] = {"dispatch": ("triton_one_sided",)}
+"""Implementations whose files, which carry its name, also import one another."""
 
 FENCES: dict[str, tuple[str, ...]] = {
     "torch.distributed": (
@@ -91,6 +96,7 @@ FENCES: dict[str, tuple[str, ...]] = {
     ),
     "fastapi": ("moe_runtime.server.", "tests."),
     "uvicorn": ("moe_runtime.server.", "tests."),
+    "nvshmem": ("moe_runtime.dispatch.heap_nvshmem",),
     "zmq": ("moe_runtime.engine.rank_link", "moe_runtime.engine.frontend_link", "tests."),
     "gguf": ("moe_runtime.weights.demo_source", "tests."),
     "pickle": (),
@@ -217,6 +223,8 @@ def _sibling_implementation(module: str, target: str) -> str | None:
         return None
     # An implementation may be split over files that carry its name: one_sided, one_sided_kernels.
     if name.startswith(own) or own.startswith(name):
+        return None
+    if any(own.startswith(stem) and name.startswith(stem) for stem in SPLIT.get(package, ())):
         return None
     return (
         f"imports {target}, a sibling implementation; what they share belongs into a helper listed in HELPERS"

@@ -1,0 +1,280 @@
+"""One-sided dispatch and combine as Triton kernels: between GPUs, or between CPU ranks in Triton's interpreter.
+
+dispatch() and combine() store this rank's messages and return; wait() on their result receives the peers', so
+work placed between the two overlaps with slower ranks. A call first finishes the one before it if that has not been
+waited for yet. `triton_one_sided_slabs` has the protocol and its picture.
+
+Nothing is read by the host on a GPU: R = N * max_num_tokens and S = R * K are capacities, the valid counts are tensors.
+On CPU ranks the host watches the flags, so that a dead peer is noticed at once; on a GPU the waiting kernel gives up
+after the step timeout and notes it where the host can see it: check() raises, also at the start of every call.
+
+Legend: T tokens here, K experts per token, D hidden, N ranks, R token rows, S expert rows, X words of a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+
+from moe_runtime.core import DispatchPlan, ExpertBatch
+from moe_runtime.dispatch.rows import Traffic
+from moe_runtime.dispatch.triton_one_sided_launch import OneSidedKernels, as_words
+from moe_runtime.dispatch.triton_one_sided_slabs import LATE, Call, fit_layout, watch
+from moe_runtime.errors import BackendUnavailable, CapacityError, LockstepError
+from moe_runtime.triton_support.availability import interpreting, triton_problem
+
+if TYPE_CHECKING:
+    from moe_runtime.dispatch.heap import SymmetricHeap
+    from moe_runtime.dispatch.triton_one_sided_network import Network
+    from moe_runtime.dispatch.triton_one_sided_slabs import SlabLayout
+    from moe_runtime.dispatch.waiting import IsAlive
+
+V = TypeVar("V")
+_DISPATCH, _COMBINE = 1, 2
+# A look at the flags takes a GPU about this long, so the timeout of a waiting kernel is approximate.
+_LOOKS_PER_SECOND = 1_500_000
+
+
+def unsupported(
+    num_ranks: int, device_type: str, buffer_bytes: int, row_bytes: int, topk: int, combine: str = "exact"
+) -> str | None:
+    """Why the kernels cannot serve ranks of this device type, or None.
+
+    `buffer_bytes`: memory per rank; `row_bytes`: the widest token row.
+    """
+    reason = triton_problem(device_type)
+    if reason is not None:
+        return reason
+    try:
+        fit_layout(num_ranks, buffer_bytes, row_bytes, topk, combine == "per_rank", False)
+    except CapacityError as error:
+        return str(error)
+    return None
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """What combine needs of a dispatch."""
+
+    record_RX: torch.Tensor
+    expert_row_RK: torch.Tensor
+    count_rN: torch.Tensor
+    """int32 [round, source]: rows that came."""
+
+
+class Transfer(Generic[V]):
+    """A call under way, in one round or several. Its first round has been sent."""
+
+    def __init__(
+        self,
+        num_rounds: int,
+        send: Callable[[int], None],
+        receive: Callable[[int], None],
+        result: Callable[[], V],
+    ) -> None:
+        self.num_rounds = num_rounds
+        self._send, self._receive, self._result = send, receive, result
+        self._done = 0
+        self._value: V | None = None
+        send(0)
+
+    def advance(self) -> None:
+        """Receive the round that was sent last, and send the next one if there is one."""
+        self._receive(self._done)
+        self._done += 1
+        if self._done < self.num_rounds:
+            self._send(self._done)
+
+    def wait(self) -> V:
+        """Finish all rounds. The value is the same however often this is called."""
+        if self._value is None:
+            while self._done < self.num_rounds:
+                self.advance()
+            self._value = self._result()
+        return self._value
+
+
+class TritonOneSidedDispatcher:
+    """Dispatcher over a symmetric heap, which it closes. `traffic` counts rows only where the host can read, on CPU ranks.
+
+    hidden_size, topk, dtype: the widest rows of any layer. step_timeout: seconds that a peer may be late.
+    is_alive(rank): whether a peer's process still runs (CPU ranks). combine: `exact` returns every expert row; `per_rank`
+    returns one partial sum per token and rank, rounded to the rows' type. make_network: how to reach ranks whose memory is
+    not mapped here, given the heap's layout.
+    Raises CapacityError if the heap cannot hold one token per peer, BackendUnavailable if a rank cannot be reached.
+    """
+
+    name = "one_sided"
+
+    def __init__(
+        self,
+        heap: SymmetricHeap,
+        *,
+        hidden_size: int,
+        topk: int,
+        dtype: torch.dtype,
+        step_timeout: float,
+        is_alive: IsAlive,
+        combine: str = "exact",
+        make_network: Callable[[SlabLayout], Network] | None = None,
+    ) -> None:
+        assert combine in ("exact", "per_rank"), f"combine={combine!r}"
+        self.traffic = Traffic()
+        self._heap: SymmetricHeap | None = heap
+        networked = bool((heap.addresses_N == 0).any())
+        row_bytes = hidden_size * dtype.itemsize
+        self.layout = fit_layout(
+            heap.num_ranks, heap.segment.numel(), row_bytes, topk, combine == "per_rank", networked
+        )
+        # Only where the host shares the ranks' memory and kernels run when they are called.
+        self._on_host = heap.segment.device.type == "cpu" and interpreting()
+        looks = 1 if self._on_host else min(2**31 - 1, int(step_timeout * _LOOKS_PER_SECOND))
+        self.kernels = OneSidedKernels(heap, self.layout, looks, self._network(networked, make_network))
+        self._problem_N = self.kernels.problem_N.numpy()
+        self._timeout, self._is_alive = step_timeout, is_alive
+        # The transfer that has not been finished, if any; it holds the rows it sends.
+        self._last: Transfer[ExpertBatch] | Transfer[torch.Tensor] | None = None
+
+    def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Transfer[ExpertBatch]:
+        """Stores the rows at their destinations; wait() receives. x_TD (contiguous, any type) must not change until then.
+
+        Raises LockstepError if a peer is dead, late or at another call, CapacityError for rows wider or more experts per
+        token than the dispatcher was made for.
+        """
+        kernels, N = self.kernels, plan.num_ranks
+        call = self._begin(_DISPATCH, x_TD, plan)
+        x_TW, slot_TK = as_words(x_TD), plan.global_slot_TK.contiguous()
+        weights_TK, K = plan.topk_weights_TK.contiguous(), plan.global_slot_TK.shape[1]
+        R, rounds = N * plan.max_num_tokens, self.layout.num_rounds(plan.max_num_tokens)
+        tokens_RD = x_TD.new_empty(R, x_TD.shape[1])
+        record_RX = slot_TK.new_empty(R, self.layout.record_words(K), dtype=torch.int32)
+        count_rN = slot_TK.new_zeros(rounds, N, dtype=torch.int32)
+
+        def send(number: int) -> None:
+            begin, num_tokens = self._share(number, x_TD.shape[0])
+            position_Nt, count_N = kernels.plan(slot_TK, begin, num_tokens, plan.slots_per_rank)
+            kernels.send(x_TW, slot_TK, weights_TK, position_Nt, count_N, begin, plan.slots_per_rank)
+            self._signal(count_N, call)
+            if self._on_host:
+                self.traffic.rows_sent += int(count_N.sum() - count_N[plan.rank])
+
+        def receive(number: int) -> None:
+            first, room = self._share(number, plan.max_num_tokens)
+            self._wait(call)
+            kernels.receive(as_words(tokens_RD), record_RX, count_rN[number], first, room)
+
+        def result() -> ExpertBatch:
+            self._last = None
+            row_index_S, num_rows_p, expert_row_RK = kernels.group(record_RX, K, plan.slots_per_rank)
+            return ExpertBatch(
+                tokens_RD, row_index_S, num_rows_p, _Handle(record_RX, expert_row_RK, count_rN)
+            )
+
+        self.traffic.dispatches += 1
+        transfer = Transfer(rounds, send, receive, result)
+        self._last = transfer
+        return transfer
+
+    def combine(self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan) -> Transfer[torch.Tensor]:
+        """Stores results at their tokens' owners; wait() receives and sums. y_SD (contiguous) must not change until then.
+
+        Raises as dispatch does.
+        """
+        handle: _Handle = batch.handle
+        kernels = self.kernels
+        call = self._begin(_COMBINE, y_SD, plan)
+        slot_TK, weights_TK = plan.global_slot_TK.contiguous(), plan.topk_weights_TK.contiguous()
+        out_TD = y_SD.new_empty(slot_TK.shape[0], y_SD.shape[1])
+
+        def send(number: int) -> None:
+            first, room = self._share(number, plan.max_num_tokens)
+            count_N = handle.count_rN[number]
+            kernels.send_back(y_SD, handle.record_RX, handle.expert_row_RK, count_N, first, room)
+            self._signal(count_N, call)
+
+        def receive(number: int) -> None:
+            begin, num_tokens = self._share(number, slot_TK.shape[0])
+            self._wait(call)
+            kernels.sum_up(out_TD, slot_TK, weights_TK, begin, num_tokens, plan.slots_per_rank)
+
+        def result() -> torch.Tensor:
+            self._last = None
+            return out_TD
+
+        if self._on_host:
+            self.traffic.rows_returned += self._rows_returned(handle, plan)
+        self.traffic.combines += 1
+        transfer = Transfer(self.layout.num_rounds(plan.max_num_tokens), send, receive, result)
+        self._last = transfer
+        return transfer
+
+    def check(self) -> None:
+        """Raise LockstepError if a waiting kernel has noted a peer that was late or at another call. Waits for nothing."""
+        if self._problem_N.any():
+            notes = [
+                f"rank {n} "
+                + ("sent nothing in time (step_timeout)" if note == LATE else "is at another call")
+                for n, note in enumerate(self._problem_N.tolist())
+                if note
+            ]
+            raise LockstepError("one-sided dispatch: " + ", ".join(notes))
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        self._last = None
+        if self._heap is not None:
+            self._heap.close()
+            self._heap = None
+
+    def _network(
+        self, networked: bool, make_network: Callable[[SlabLayout], Network] | None
+    ) -> Network | None:
+        if not networked:
+            return None
+        if make_network is None:
+            raise BackendUnavailable("one-sided dispatch: the memory of some ranks is not mapped here")
+        return make_network(self.layout)
+
+    def _begin(self, kind: int, rows: torch.Tensor, plan: DispatchPlan) -> Call:
+        """Finish the last call, and check that this one fits."""
+        assert self._heap is not None, "the dispatcher is closed"
+        if self._last is not None:
+            self._last.wait()
+        self.check()
+        row_bytes, topk = rows.shape[1] * rows.element_size(), plan.global_slot_TK.shape[1]
+        if row_bytes > self.layout.row_bytes or topk > self.layout.topk:
+            raise CapacityError(
+                f"the dispatch buffer was made for rows of {self.layout.row_bytes} bytes and {self.layout.topk} experts per"
+                f" token and is too small for {row_bytes} bytes and {topk} experts"
+            )
+        assert plan.num_ranks == self.layout.num_ranks, f"a plan for {plan.num_ranks} ranks"
+        return Call(kind, plan.max_num_tokens, row_bytes, topk)
+
+    def _share(self, number: int, num_tokens: int) -> tuple[int, int]:
+        """The first of `num_tokens` that round `number` carries, and how many."""
+        begin = min(num_tokens, number * self.layout.capacity)
+        return begin, min(self.layout.capacity, num_tokens - begin)
+
+    def _signal(self, count_N: torch.Tensor, call: Call) -> None:
+        self.kernels.signal(count_N, call.pack())
+        self.traffic.rounds += 1
+
+    def _wait(self, call: Call) -> None:
+        if self._on_host:
+            assert self._heap is not None, "the dispatcher is closed"
+            words = self._heap.segment.view(torch.int64).numpy()
+            epoch = int(self.kernels.epoch) + 1
+            watch(words, self.layout, self.kernels.rank, epoch, call, self._timeout, self._is_alive)
+        self.kernels.wait(call.pack())
+        if self._on_host:
+            self.check()
+
+    def _rows_returned(self, handle: _Handle, plan: DispatchPlan) -> int:
+        """Rows that go to other ranks: pairs computed here, or with partial sums tokens."""
+        K = handle.expert_row_RK.shape[1]
+        words = slice(0, 1) if self.layout.with_weights else slice(1, 1 + K)
+        rows_N = (handle.record_RX[:, words] >= 0).view(plan.num_ranks, -1).sum(1)
+        return int(rows_N.sum() - rows_N[plan.rank])
