@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from moe_runtime.dispatch.rows import Int32Array
 
 HEADER_BYTES = 64
+LAST_EXCHANGE = 1 << 62
+"""After it comes number 1 again; even, so that odd and even numbers go on taking turns. 0 stays the unused flag."""
 _FLAG, _TOTAL, _ROUNDS, _CALL = 0, 1, 2, 3
 
 
@@ -132,7 +134,7 @@ class Mailboxes:
 
     def next_exchange(self) -> None:
         """Begin the next exchange. All messages of the last one must have been received."""
-        self._exchange += 1
+        self._exchange = self._exchange % LAST_EXCHANGE + 1
 
     def outbox(self, peer: int, call: Call, dtype: torch.dtype) -> Slab:
         """Where to write the message to `peer`."""

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from moe_runtime.core import DispatchPlan
 from moe_runtime.dispatch.base import Dispatcher
 from moe_runtime.dispatch.collective import CollectiveDispatcher
 from moe_runtime.dispatch.heap_shm import SHM_FOLDER, SharedHeap
+from moe_runtime.dispatch.mailbox import LAST_EXCHANGE
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.errors import BackendUnavailable, LockstepError
-from tests.helpers.dispatch_cases import exchange
+from tests.helpers.dispatch_cases import MAX_D, Case, exchange, expect, make_data
+from tests.helpers.dispatch_cases import make as make_case_dispatcher
 from tests.helpers.spawn import Died, run_ranks
 
 # Far above what noticing a death may take, far below what a hang would.
@@ -175,3 +178,84 @@ def test_ranks_that_do_not_share_memory_are_told_and_leave_no_file(tmp_path: Pat
     for message, left in run_ranks(separate_folders, 2, str(tmp_path)):
         assert message.startswith("rank 0: the shared memory of rank 1 cannot be opened")
         assert left == []
+
+
+def signal_is_lost(rank: int, num_ranks: int) -> str:
+    """Rank 1's third message to rank 0 is stored, but its flag never raised."""
+    dispatcher: Any = make("one_sided", 2.0)
+    one_call(dispatcher, rank, num_ranks, lambda: None)
+    send, sent = dispatcher._mail.signal, []
+
+    def losing(peer: int, *message: Any) -> None:
+        sent.append(peer)
+        if (rank, peer, sent.count(peer)) != (1, 0, 1):
+            send(peer, *message)
+
+    dispatcher._mail.signal = losing
+    return call_until_error(dispatcher, rank, num_ranks)[0]
+
+
+def test_a_lost_signal_is_an_error_on_every_rank() -> None:
+    messages = run_ranks(signal_is_lost, 3)
+    assert "rank 1" in messages[0]
+    assert all("step_timeout" in message for message in messages)
+
+
+def dies_while_storing(rank: int, num_ranks: int, after_signals: int, folder: str) -> tuple[str, float]:
+    """Rank 1 has stored a message to one more peer than it has told. Who gets an error counts as gone, as a rank that leaves."""
+    dispatcher: Any = make("one_sided", NEVER)
+    for _ in range(3):
+        one_call(dispatcher, rank, num_ranks, lambda: None)
+    send, process_lives, sent = dispatcher._mail.signal, dispatcher._mail._is_alive, []
+    dispatcher._mail._is_alive = lambda r: process_lives(r) and not (Path(folder) / str(r)).exists()
+
+    def dying(peer: int, *message: Any) -> None:
+        if len(sent) == after_signals:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sent.append(peer)
+        send(peer, *message)
+
+    if rank == 1:
+        dispatcher._mail.signal = dying
+    result = call_until_error(dispatcher, rank, num_ranks)
+    (Path(folder) / str(rank)).touch()
+    return result
+
+
+@pytest.mark.parametrize("after_signals", [0, 1, 3])
+def test_death_between_store_and_signal(after_signals: int, tmp_path: Path) -> None:
+    results = run_ranks(dies_while_storing, 3, after_signals, str(tmp_path), may_die=[1])
+    assert results[1] == Died(-signal.SIGKILL)
+    for message, seconds in (results[0], results[2]):
+        assert "died" in message
+        assert seconds < AT_ONCE
+
+
+def numbers_wrap(rank: int, num_ranks: int) -> int:
+    dispatcher: Any = make("one_sided", NEVER)
+    dispatcher._mail._exchange = LAST_EXCHANGE - 5
+    for _ in range(10):
+        one_call(dispatcher, rank, num_ranks, lambda: None)
+    dispatcher.close()
+    return int(dispatcher._mail._exchange)
+
+
+def test_exchange_numbers_wrap_around() -> None:
+    assert run_ranks(numbers_wrap, 3) == [15] * 3
+
+
+def full_buffer(rank: int, num_ranks: int, seed: int) -> int:
+    """Every message fills its slab many times over, and ranks are late in turn."""
+    dispatcher = make_case_dispatcher("one_sided-tiny", num_ranks)
+    for turn in range(4):
+        data = make_data(Case("", num_tokens=90, hidden=MAX_D, topk=4), num_ranks, seed + turn)
+        if rank == turn % num_ranks:
+            time.sleep(0.2)
+        batch = dispatcher.dispatch(data.x[rank], data.plan(rank)).wait()
+        out = dispatcher.combine(data.compute(batch, rank), batch, data.plan(rank)).wait()
+        assert torch.equal(out, expect(data, rank).out)
+    return int(dispatcher.traffic.rounds)
+
+
+def test_a_full_buffer_only_takes_more_rounds(seed: int) -> None:
+    assert min(run_ranks(full_buffer, 3, seed)) > 40
