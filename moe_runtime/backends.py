@@ -21,6 +21,7 @@ from moe_runtime.errors import BackendUnavailable
 from moe_runtime.experts.base import ExpertNeed
 from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.reference import ReferenceExperts
+from moe_runtime.experts.triton_grouped import TritonExperts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -181,8 +182,12 @@ def make_experts(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
 ) -> tuple[ExpertKernel, Choice]:
     """How the local experts are computed."""
-    need = ExpertNeed(device_type=topology.device.type, dtype=dtype, activation=spec.activation)
-    kernels: dict[str, ExpertKernel] = {"cpu": CpuExperts(), "reference": ReferenceExperts()}
+    need = ExpertNeed(topology.device.type, dtype, spec.activation, spec.expert_scheme)
+    kernels: dict[str, ExpertKernel] = {
+        "cpu": CpuExperts(),
+        "triton": TritonExperts(topology.device),
+        "reference": ReferenceExperts(),
+    }
     reasons = {name: kernel.supports(need) for name, kernel in kernels.items()}
     choice = choose("moe_backend", config.moe_backend, reasons, topology.rank == 0)
     return kernels[choice.name], choice

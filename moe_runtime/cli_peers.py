@@ -9,7 +9,7 @@ NEGATIVES: dict[str, tuple[str, ...]] = {
 """Flags that switch a boolean setting off."""
 
 _NOT_YET: dict[str, str] = {
-    "quantisation": "quantization q kv-cache-dtype",
+    "quantisation of the KV cache": "kv-cache-dtype",
     "tensor parallelism": "tensor-parallel-size tp-size tp moe-tp moe-tp-size moe-dense-tp-size dense-tp-size",
     "pipeline parallelism": "pipeline-parallel-size pp-size pp",
     "context parallelism": "decode-context-parallel-size dcp prefill-context-parallel-size pcp attn-cp-size dcp-size",
@@ -64,6 +64,7 @@ _NOT_YET: dict[str, str] = {
 """What is missing: the flags, without dashes, that would ask for it."""
 
 _INSTEAD: dict[str, str] = {
+    "q": "use --quantization",
     "enable-expert-parallel": "experts are always sharded here; use --ep N",
     "data-parallel-size": "attention is data-parallel over the expert-parallel ranks; use --ep N",
     "dp-size": "attention is data-parallel over the expert-parallel ranks; use --ep N",

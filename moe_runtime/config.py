@@ -73,6 +73,9 @@ class EngineConfig(_Checked):
     skip_tokenizer_init: bool = _field(False, "model", "Work with token ids only")
     dtype: str = _field(AUTO, "model", "Type of weights and activations; auto: the checkpoint's",
                         choices=(AUTO, "float32", "bfloat16", "float16"))
+    quantization: str = _field(AUTO, "model", "How experts are kept in memory; auto: as the checkpoint has them; none: in the model's type;"
+                               " fp8: scales per block of 128 x 128, fp8_channel: per output channel, fp8_tensor: per matrix",
+                               choices=(AUTO, "none", "fp8", "fp8_channel", "fp8_tensor"))
     max_model_len: int | None = _field(None, "model", "Longest prompt plus output, in tokens; default: the model's", aliases=("context-length",), low=1)
     seed: int = _field(0, "model", "Seed for requests that give none is drawn from this", aliases=("random-seed",))
 
@@ -89,7 +92,7 @@ class EngineConfig(_Checked):
     step_timeout: float = _field(300.0, "parallel", "Seconds after which a silent rank counts as lost",
                                  aliases=("distributed-timeout-seconds", "dist-timeout"), low=1)
 
-    moe_backend: str = _field(AUTO, "kernels", "How experts are computed", aliases=("moe-runner-backend",), choices=(AUTO, "reference", "cpu"))
+    moe_backend: str = _field(AUTO, "kernels", "How experts are computed", aliases=("moe-runner-backend",), choices=(AUTO, "reference", "cpu", "triton"))
     attention_backend: str = _field(AUTO, "kernels", "How attention is computed", choices=(AUTO, "reference", "cpu"))
 
     block_size: int = _field(16, "cache", "Tokens per KV-cache block", aliases=("page-size",), low=1, high=1024)

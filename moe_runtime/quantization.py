@@ -30,17 +30,35 @@ class QuantScheme:
             return -(-num_out // GROUP), -(-num_in // GROUP)
         return (num_out, 1) if self.name == "fp8_channel" else (1, 1)
 
+    @property
+    def row_step(self) -> int:
+        """A matrix may be cut into pieces between rows that are multiples of this; see `scale_rows`."""
+        return GROUP if self.name == "fp8_block" else 1
+
+    def scale_rows(self, scale: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        """The scales (rows of a matrix's scale) of its rows first..stop-1, as of a matrix of their own; first is a multiple of row_step."""
+        if self.name == "fp8_block":
+            return scale[first // GROUP : -(-stop // GROUP)]
+        return scale[first:stop] if self.name == "fp8_channel" else scale
+
     def quantize_weight(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """weight: (..., out, in). Returns FP8 of that shape and float32 scales (..., *scale_shape(out, in))."""
+        scale = scale_of(self.largest(weight))
+        return self.encode(weight, scale), scale
+
+    def largest(self, weight: torch.Tensor) -> torch.Tensor:
+        """weight: (..., out, in). The largest magnitude of the values that share a scale, float32 (..., *scale_shape(out, in))."""
         *lead, num_out, num_in = weight.shape
         rows, columns = self.scale_shape(num_out, num_in)
         high, wide = (GROUP, GROUP) if self.name == "fp8_block" else (-(-num_out // rows), num_in)
         padded = torch.nn.functional.pad(
             weight.float(), (0, columns * wide - num_in, 0, rows * high - num_out)
         )
-        largest = padded.abs().view(*lead, rows, high, columns, wide).amax(dim=(-3, -1))
-        scale = _scale_of(largest)
-        return _to_fp8(weight.float() / self._spread(scale, num_out, num_in)), scale
+        return padded.abs().view(*lead, rows, high, columns, wide).amax(dim=(-3, -1))
+
+    def encode(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """weight: (..., out, in). The FP8 payload under scales (..., *scale_shape(out, in))."""
+        return _to_fp8(weight.float() / self._spread(scale, *weight.shape[-2:]))
 
     def dequantize(self, payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """payload: (..., out, in) FP8, scale as of quantize_weight. Returns float32."""
@@ -48,7 +66,15 @@ class QuantScheme:
 
     def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: (rows, in) activations. Returns FP8 (rows, in) and float32 scales (rows, groups); groups is 1 but for blocks."""
-        return quantize_rows(x, GROUP if self.name == "fp8_block" else max(1, x.shape[1]))
+        return quantize_rows(x, self._activation_group(x.shape[1]))
+
+    def round_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """What activations (rows, in) become by going through FP8: quantised and back, in x's dtype."""
+        rounded = dequantize_rows(*self.quantize_rows(x), self._activation_group(x.shape[1]))
+        return rounded.to(x.dtype)
+
+    def _activation_group(self, num_in: int) -> int:
+        return GROUP if self.name == "fp8_block" else max(1, num_in)
 
     def _spread(self, scale: torch.Tensor, num_out: int, num_in: int) -> torch.Tensor:
         """The scale of every element, or a shape that broadcasts to it."""
@@ -65,7 +91,7 @@ def quantize_rows(x: torch.Tensor, group: int = GROUP) -> tuple[torch.Tensor, to
     rows, num_in = x.shape
     groups = -(-num_in // group)
     padded = torch.nn.functional.pad(x.float(), (0, groups * group - num_in))
-    scale = _scale_of(padded.abs().view(rows, groups, group).amax(dim=-1))
+    scale = scale_of(padded.abs().view(rows, groups, group).amax(dim=-1))
     return _to_fp8(x.float() / scale.repeat_interleave(group, 1)[:, :num_in]), scale
 
 
@@ -74,7 +100,7 @@ def dequantize_rows(payload: torch.Tensor, scale: torch.Tensor, group: int = GRO
     return payload.float() * scale.repeat_interleave(group, 1)[:, : payload.shape[1]]
 
 
-def _scale_of(largest: torch.Tensor) -> torch.Tensor:
+def scale_of(largest: torch.Tensor) -> torch.Tensor:
     """The scale that brings the largest magnitude to the largest FP8 value; 1 where all values are zero."""
     return torch.where(largest > 0, largest / FP8_MAX, 1.0)
 

@@ -16,6 +16,7 @@ from moe_runtime.engine.messages import Ready
 from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
 from moe_runtime.engine.scheduler import Scheduler
 from moe_runtime.errors import CapacityError, ConfigError
+from moe_runtime.models.quantized import with_expert_scheme
 from moe_runtime.models.registry import load_adapter, load_spec
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.moe import ExpertParallelMoe
@@ -63,7 +64,8 @@ class RankBuilder:
     def decide(self) -> None:
         """The same shape on all ranks, the data type, the context length, the placement."""
         config = self.config
-        self.spec = ModelSpec.from_json(self.topology.broadcast_text(self._spec_json))
+        spec = ModelSpec.from_json(self.topology.broadcast_text(self._spec_json))
+        self.spec = with_expert_scheme(spec, config.quantization, self.topology.device.type)
         self.adapter = load_adapter(self.spec.architecture)
         self.dtype: torch.dtype = getattr(torch, self.spec.dtype if config.dtype == "auto" else config.dtype)
         longest = self.spec.max_position_embeddings
@@ -153,6 +155,7 @@ class RankBuilder:
                 "architecture": self.spec.architecture,
                 "device": str(self.topology.device),
                 "dtype": str(self.dtype).removeprefix("torch."),
+                "quantization": self.spec.expert_scheme.name if self.spec.expert_scheme else "none",
                 "slots_per_rank": str(len(self.placement.slots[0][0])),
                 **{choice.what: choice.name for choice in self.choices},
                 **{f"{choice.what}_reason": choice.why for choice in self.choices},

@@ -11,6 +11,8 @@ import torch
 from moe_runtime.attention.kv_cache import KVCache
 from moe_runtime.core import ForwardBatch
 from moe_runtime.errors import CapacityError
+from moe_runtime.experts.cpu import DEQUANT_TILE
+from moe_runtime.quantization import GROUP
 from moe_runtime.topology import free_memory_bytes
 
 if TYPE_CHECKING:
@@ -130,7 +132,15 @@ def step_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, world_
     experts = rows * (2 * spec.hidden_size + 3 * max(spec.moe_intermediate_size, 1)) * dtype.itemsize
     # Logits in float32, and what sampling makes of them.
     logits = config.max_num_seqs * spec.vocab_size * 4 * 4
-    return attention + experts + logits
+    return attention + experts + logits + _dequantized_bytes(spec, dtype)
+
+
+def _dequantized_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """The tile of FP8 weights that the CPU kernel holds in float32 and in the model's dtype."""
+    if spec.expert_scheme is None:
+        return 0
+    lowest = GROUP * max(spec.hidden_size, spec.moe_intermediate_size)
+    return max(DEQUANT_TILE, lowest) * (4 + dtype.itemsize)
 
 
 def _size(num_bytes: int) -> str:

@@ -116,6 +116,8 @@ class WeightRule:
     """Where its rows begin in the parameter (in the expert's slot, for experts)."""
     stacked: bool = False
     """Whether its first axis is the expert."""
+    parts: int = 1
+    """Matrices whose rows follow one another in it: 2 where gate and up are one. Each has scales of its own."""
 
     @property
     def per_layer(self) -> bool:

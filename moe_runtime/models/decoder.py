@@ -18,6 +18,7 @@ from moe_runtime.layers.embedding import Embedding
 from moe_runtime.layers.linear import GatedMlp, Linear, weight
 from moe_runtime.layers.norm import RmsNorm
 from moe_runtime.layers.rope import RotaryEmbedding
+from moe_runtime.quantization import FP8
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,14 +105,30 @@ class MoeMlp(nn.Module):
         self.weights_dtype = dtype if spec.router_weights_in_model_dtype else torch.float32
         self.activation = spec.activation
         self.router = Linear(hidden, spec.num_experts, dtype, device, ops)
-        self.gate_up = weight(num_slots, 2 * inner, hidden, dtype=dtype, device=device)
-        self.down = weight(num_slots, hidden, inner, dtype=dtype, device=device)
+        self.scheme, self.quantize_activations = spec.expert_scheme, spec.quantize_activations
+        stored = dtype if self.scheme is None else FP8
+        self.gate_up = weight(num_slots, 2 * inner, hidden, dtype=stored, device=device)
+        self.down = weight(num_slots, hidden, inner, dtype=stored, device=device)
+        self.gate_up_scale: nn.Parameter | None = None
+        self.down_scale: nn.Parameter | None = None
+        if self.scheme is not None:
+            gate_up, down = self.scheme.scale_shape(inner, hidden), self.scheme.scale_shape(hidden, inner)
+            self.gate_up_scale = weight(num_slots, 2, *gate_up, dtype=torch.float32, device=device)
+            self.down_scale = weight(num_slots, *down, dtype=torch.float32, device=device)
         self.shared_expert = GatedMlp(hidden, shared, spec.activation, dtype, device, ops) if shared else None
         self.shared_expert_gate = Linear(hidden, 1, dtype, device, ops) if shared else None
 
     def expert_weights(self) -> ExpertWeights:
         """The slots' weights; the tensors themselves, not copies."""
-        return ExpertWeights(gate_up_pFD=self.gate_up, down_pDF=self.down, activation=self.activation)
+        return ExpertWeights(
+            gate_up_pFD=self.gate_up,
+            down_pDF=self.down,
+            activation=self.activation,
+            scheme=self.scheme,
+            gate_up_scale=self.gate_up_scale,
+            down_scale=self.down_scale,
+            quantize_activations=self.quantize_activations,
+        )
 
     def forward(self, x_TD: torch.Tensor, moe: RoutedExperts, max_num_tokens: int) -> torch.Tensor:
         """x_TD: normed hidden states. Calls `moe` once, also with T = 0. Returns (T, D)."""

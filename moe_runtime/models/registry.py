@@ -6,6 +6,7 @@ never do.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_runtime.errors import CheckpointError, ConfigError
 from moe_runtime.models.base import refuse_unsupported
+from moe_runtime.models.quantized import stored_quantization, with_expert_scheme
 
 if TYPE_CHECKING:
     from moe_runtime.models.base import ModelAdapter
@@ -24,6 +26,7 @@ ADAPTER_MODULES = {
     "Qwen2MoeForCausalLM": "moe_runtime.models.qwen2_moe",
     "Qwen3MoeForCausalLM": "moe_runtime.models.qwen3_moe",
 }
+MODELOPT_FILE = "hf_quant_config.json"
 
 
 def load_adapter(architecture: str) -> ModelAdapter:
@@ -46,15 +49,20 @@ def load_spec(model_dir: str | Path) -> tuple[ModelSpec, ModelAdapter]:
     path = Path(model_dir) / "config.json"
     values = _read_json(path)
     adapter = load_adapter(_architecture(values, path))
-    if values.get("quantization_config") is not None:
+    # An older name that files on the hub still have.
+    quantization = values.pop("quantization_config", None) or values.pop("compression_config", None)
+    if quantization is None and (path.parent / MODELOPT_FILE).is_file():
         raise ConfigError(
-            f"quantization_config in {path}: quantised checkpoints are not supported; remove it only if the weights"
-            " are really float32, bfloat16 or float16"
+            f"{path.parent / MODELOPT_FILE}: checkpoints quantised by ModelOpt are not supported"
         )
     try:
         config = adapter.config(values)
         refuse_unsupported(config, adapter.fields, adapter.architectures[0])
-        return adapter.spec(config), adapter
+        spec = adapter.spec(config)
+        if quantization is not None:
+            stored = stored_quantization(quantization, adapter.rules(spec), spec)
+            spec = with_expert_scheme(dataclasses.replace(spec, stored=stored), "auto")
+        return spec, adapter
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     # What transformers' classes raise for values of the wrong type or missing keys.

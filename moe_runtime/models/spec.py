@@ -9,6 +9,7 @@ import msgspec
 from moe_runtime.attention.base import AttentionSpec
 from moe_runtime.errors import ConfigError
 from moe_runtime.layers.rope import RopeSpec
+from moe_runtime.quantization import QuantScheme
 
 POSITIVE = (
     "vocab_size",
@@ -23,6 +24,21 @@ POSITIVE = (
 )
 QK_NORMS = ("none", "head", "projection")
 MLP_KINDS = ("dense", "moe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredQuantization:
+    """How a checkpoint stores its FP8 matrices: the payload under the matrix's name, its scale under a name beside it."""
+
+    scheme: QuantScheme
+    scale_suffixes: tuple[str, ...]
+    """What a scale's name has after the matrix's; a checkpoint uses one of them."""
+    experts: bool
+    """Whether the routed experts are FP8, all of them; other matrices show it by their type."""
+    static_activations: bool = False
+    """Whether there are scales for activations, which are not used: activations are kept or quantised as they come."""
+    weights_only: bool = False
+    """Whether activations are meant to stay as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +80,12 @@ class ModelSpec:
     """Longest context, in tokens."""
     dtype: str
     """The checkpoint's: `float32`, `bfloat16` or `float16`."""
+    stored: StoredQuantization | None = None
+    """How the checkpoint is quantised, if it is."""
+    expert_scheme: QuantScheme | None = None
+    """How the routed experts are kept in memory; None: in the model's dtype."""
+    quantize_activations: bool = False
+    """Whether the experts' activations are rounded to FP8 too; see `experts.base`."""
 
     def __post_init__(self) -> None:
         for name in POSITIVE:

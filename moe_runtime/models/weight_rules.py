@@ -133,6 +133,7 @@ def _expert_rules(spec: ModelSpec, hub_moe: str, hub_expert: tuple[str, str, str
             (num_experts, 2 * inner, hidden),
             layers,
             stacked=True,
+            parts=2,
         ),
         WeightRule(
             stacked + "down_proj", target + "down", (num_experts, hidden, inner), layers, stacked=True

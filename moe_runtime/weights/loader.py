@@ -1,7 +1,7 @@
 """Filling a decoder from a checkpoint folder: streamed, without the experts of other ranks, and checked.
 
-Tensors go straight from the file into the parameters that `Decoder` allocated; where the type differs, through one small
-buffer. So a rank's private memory stays at the weights it keeps.
+Tensors go straight from the file into the parameters that `Decoder` allocated; where the type differs, or FP8 is made or
+undone, through one small buffer (`reading`). So a rank's private memory stays at the weights it keeps.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 from moe_runtime.errors import CheckpointError
 from moe_runtime.layers.ops import TORCH_OPS
 from moe_runtime.models.decoder import Decoder
+from moe_runtime.weights.reading import CHUNK_BYTES, WeightReader
 from moe_runtime.weights.rules import Copy, plan_copies
-from moe_runtime.weights.safetensors_file import DTYPES, StoredTensor, read_bytes, read_header
+from moe_runtime.weights.safetensors_file import StoredTensor, read_bytes, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+SCALE_SUFFIX = "_scale"
+"""Of the parameter with the scales of an expert parameter."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class LoadReport:
     """What loading read."""
 
     bytes_read: int
+    """Each counted once."""
     expert_bytes_read: int
     """Of them, bytes of routed experts."""
     bytes_in_checkpoint: int
@@ -88,8 +91,8 @@ def load_with_report(
     _check_filled(decoder, copies, local_experts)
     _read_all(decoder, copies, progress or _silent)
     report = LoadReport(
-        bytes_read=sum(copy.num_bytes for copy in copies),
-        expert_bytes_read=sum(copy.num_bytes for copy in copies if copy.slot is not None),
+        bytes_read=sum(copy.total_bytes for copy in copies),
+        expert_bytes_read=sum(copy.total_bytes for copy in copies if copy.slot is not None),
         bytes_in_checkpoint=sum(tensor.num_bytes for tensor in stored.values()),
         num_tensors=len(stored),
     )
@@ -169,6 +172,9 @@ def _clear_empty_slots(decoder: Decoder, local_experts: Sequence[Sequence[int]])
             if expert < 0:
                 mlp.gate_up[slot].zero_()
                 mlp.down[slot].zero_()
+                for scale in (mlp.gate_up_scale, mlp.down_scale):
+                    if scale is not None:
+                        scale[slot].fill_(1.0)
 
 
 def _check_filled(decoder: Decoder, copies: Sequence[Copy], local_experts: Sequence[Sequence[int]]) -> None:
@@ -176,7 +182,12 @@ def _check_filled(decoder: Decoder, copies: Sequence[Copy], local_experts: Seque
     rows: dict[str, int] = {}
     for copy in copies:
         rows[copy.target] = rows.get(copy.target, 0) + copy.num_rows
-    expected = {name: parameter.shape[0] for name, parameter in decoder.named_parameters()}
+    # A matrix brings its scale.
+    expected = {
+        name: parameter.shape[0]
+        for name, parameter in decoder.named_parameters()
+        if not name.endswith(SCALE_SUFFIX)
+    }
     for layer, experts in zip(decoder.spec.moe_layers, local_experts, strict=True):
         held = sum(expert >= 0 for expert in experts)
         for name in ("gate_up", "down"):
@@ -188,36 +199,27 @@ def _check_filled(decoder: Decoder, copies: Sequence[Copy], local_experts: Seque
 
 
 def _read_all(decoder: Decoder, copies: Sequence[Copy], progress: Callable[[float], None]) -> None:
-    total, done = sum(copy.num_bytes for copy in copies), 0
-    staging = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-    descriptors: dict[Path, int] = {}
+    total, done = sum(copy.total_bytes for copy in copies), 0
+    spec = decoder.spec
+    stored = None if spec.stored is None else spec.stored.scheme
     progress(0.0)
     with ExitStack() as stack:
+        reader = WeightReader(stack, stored, spec.expert_scheme)
         for copy in copies:
-            path = copy.tensor.path
-            if path not in descriptors:
-                descriptors[path] = stack.enter_context(path.open("rb")).fileno()
             target = decoder.get_parameter(copy.target)
             block = target if copy.slot is None else target[copy.slot]
-            _read(descriptors[path], copy, block[copy.first_row : copy.first_row + copy.num_rows], staging)
-            done += copy.num_bytes
+            rows = block[copy.first_row : copy.first_row + copy.num_rows]
+            reader.fill(copy, rows, _scale_rows(decoder, copy))
+            done += copy.total_bytes
             progress(done / total)
 
 
-def _read(fd: int, copy: Copy, out: torch.Tensor, staging: torch.Tensor) -> None:
-    """Fill `out`, contiguous rows of a parameter, converting to its type."""
-    flat, stored_dtype = out.view(-1), DTYPES[copy.tensor.dtype]
-    if flat.numel() * stored_dtype.itemsize != copy.num_bytes:
-        raise CheckpointError(f"{copy.tensor.name} does not fit {copy.target}")
-    if flat.device.type == "cpu" and flat.dtype == stored_dtype:
-        read_bytes(fd, copy.offset, flat.view(torch.uint8))
-        return
-    step = CHUNK_BYTES // stored_dtype.itemsize
-    for start in range(0, flat.numel(), step):
-        part = flat[start : start + step]
-        chunk = staging[: part.numel() * stored_dtype.itemsize]
-        read_bytes(fd, copy.offset + start * stored_dtype.itemsize, chunk)
-        part.copy_(chunk.view(stored_dtype))
+def _scale_rows(decoder: Decoder, copy: Copy) -> torch.Tensor | None:
+    """Where the scales of a matrix go, [rows, columns], if it is an expert's and kept in FP8."""
+    if copy.slot is None or decoder.spec.expert_scheme is None:
+        return None
+    scale = decoder.get_parameter(copy.target + SCALE_SUFFIX)[copy.slot]
+    return scale.view(-1, *scale.shape[-2:])[copy.first_row // copy.num_rows]
 
 
 def _silent(share: float) -> None:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.weights.safetensors_file import DTYPES, StoredTensor
+from moe_runtime.weights.safetensors_file import DTYPES, FP8_PAYLOAD, StoredTensor
+from moe_runtime.weights.scales import ACTIVATION_SCALES, StoredScale, find_scales, scale_names, scale_of_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from moe_runtime.models.base import WeightRule, WeightRules
-    from moe_runtime.models.spec import ModelSpec
+    from moe_runtime.models.spec import ModelSpec, StoredQuantization
 
 MAX_NAMES = 5
 
@@ -43,6 +44,8 @@ class Piece:
     """Of the whole checkpoint tensor."""
     index: int | None = None
     """Index on the tensor's first axis, for stacked experts."""
+    parts: int = 1
+    """Matrices whose rows follow one another in it, each with scales of its own."""
 
     @property
     def stop_row(self) -> int:
@@ -51,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Copy:
-    """Bytes of a checkpoint file that fill rows of a parameter on this rank."""
+    """Bytes of a checkpoint file that fill rows of a parameter on this rank: one matrix, or a vector."""
 
     tensor: StoredTensor
     offset: int
@@ -61,6 +64,13 @@ class Copy:
     """Slot of the parameter's first axis, for experts."""
     first_row: int
     num_rows: int
+    scale: StoredScale | None = None
+    """Of a matrix stored in FP8."""
+
+    @property
+    def total_bytes(self) -> int:
+        """With its scale."""
+        return self.num_bytes + (0 if self.scale is None else self.scale.num_bytes)
 
 
 def plan_copies(
@@ -77,19 +87,23 @@ def plan_copies(
     wanted = _expand(rules.rules, spec)
     skipped = {copy for copy, original in rules.copies if copy in stored and original in stored}
     present = {name: pieces for name, pieces in wanted.items() if name in stored and name not in skipped}
-    _check_names(wanted, stored, rules.ignored)
+    static = spec.stored is not None and spec.stored.static_activations
+    ignored = (*rules.ignored, ACTIVATION_SCALES) if static else rules.ignored
+    _check_names({*wanted, *scale_names(wanted, spec.stored)}, stored, ignored)
     _check_coverage(wanted, present)
     for name in [*present, *skipped]:
-        _check_tensor(stored[name], wanted[name][0].shape)
+        _check_tensor(stored[name], wanted[name][0], spec.stored)
+    scales = find_scales(stored, {name: (p[0].shape, p[0].parts) for name, p in present.items()}, spec.stored)
     slots: dict[tuple[int, int], list[int]] = defaultdict(list)
     for moe_layer, experts in enumerate(local_experts):
         for slot, expert in enumerate(experts):
             slots[moe_layer, expert].append(slot)
     copies = [
-        _copy(piece, stored[name], slot)
+        _copy(piece, part, stored[name], scales.get(name), slot)
         for name, pieces in present.items()
         for piece in pieces
         for slot in _slots_of(piece.place, slots)
+        for part in range(piece.parts)
     ]
     return sorted(copies, key=lambda copy: (copy.tensor.path, copy.offset))
 
@@ -117,6 +131,7 @@ def _expand(rules: Iterable[WeightRule], spec: ModelSpec) -> dict[str, list[Piec
                         num_rows=rule.num_rows,
                         shape=rule.shape,
                         index=expert if rule.stacked else None,
+                        parts=rule.parts,
                     )
                     for expert in range(spec.num_experts)
                 ]
@@ -128,11 +143,9 @@ def _expand(rules: Iterable[WeightRule], spec: ModelSpec) -> dict[str, list[Piec
     return wanted
 
 
-def _check_names(
-    wanted: Mapping[str, list[Piece]], stored: Mapping[str, StoredTensor], ignored: Iterable[str]
-) -> None:
+def _check_names(known: set[str], stored: Mapping[str, StoredTensor], ignored: Iterable[str]) -> None:
     patterns = [re.compile(pattern) for pattern in ignored]
-    unknown = [name for name in stored if name not in wanted and not any(p.fullmatch(name) for p in patterns)]
+    unknown = [name for name in stored if name not in known and not any(p.fullmatch(name) for p in patterns)]
     if unknown:
         raise CheckpointError(f"the checkpoint has tensors this model does not know: {_some(unknown)}")
 
@@ -178,22 +191,45 @@ def _by_place(names: Mapping[str, list[Piece]]) -> dict[Place, list[Piece]]:
     return places
 
 
-def _check_tensor(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
-    if tensor.dtype not in DTYPES:
+def _check_tensor(tensor: StoredTensor, piece: Piece, quantization: StoredQuantization | None) -> None:
+    where = f"{tensor.name} in {tensor.path}"
+    fp8, matrix = tensor.dtype == FP8_PAYLOAD, len(piece.shape) > 1
+    if fp8 and quantization is None:
         raise CheckpointError(
-            f"{tensor.name} in {tensor.path} is of type {tensor.dtype}; supported are {', '.join(DTYPES)}"
-            " (quantised checkpoints are not)"
+            f"{where} is of type {tensor.dtype}, but config.json has no quantization_config that says how it is scaled"
         )
-    if tensor.shape != shape:
+    if tensor.dtype not in DTYPES and not (fp8 and matrix):
+        raise CheckpointError(f"{where} is of type {tensor.dtype}; supported are {', '.join(DTYPES)}")
+    expert_fp8 = quantization is not None and quantization.experts
+    if piece.place.expert is not None and fp8 != expert_fp8:
         raise CheckpointError(
-            f"{tensor.name} in {tensor.path} has shape {list(tensor.shape)}, but the configuration asks for {list(shape)}"
+            f"{where} is of type {tensor.dtype}, but quantization_config in config.json says that the experts are"
+            f" {'FP8' if expert_fp8 else 'not quantised'}"
+        )
+    if tensor.shape != piece.shape:
+        raise CheckpointError(
+            f"{where} has shape {list(tensor.shape)}, but the configuration asks for {list(piece.shape)}"
         )
 
 
-def _copy(piece: Piece, tensor: StoredTensor, slot: int | None) -> Copy:
-    num_bytes = tensor.num_bytes if piece.index is None else tensor.num_bytes // piece.shape[0]
-    offset = tensor.offset + (piece.index or 0) * num_bytes
-    return Copy(tensor, offset, num_bytes, piece.place.target, slot, piece.first_row, piece.num_rows)
+def _copy(
+    piece: Piece, part: int, tensor: StoredTensor, scale: StoredTensor | None, slot: int | None
+) -> Copy:
+    """One matrix of a piece: all of it, or one of its parts."""
+    num_experts = 1 if piece.index is None else piece.shape[0]
+    num_bytes = tensor.num_bytes // (num_experts * piece.parts)
+    index = (piece.index or 0) * piece.parts + part
+    num_rows = piece.num_rows // piece.parts
+    return Copy(
+        tensor=tensor,
+        offset=tensor.offset + index * num_bytes,
+        num_bytes=num_bytes,
+        target=piece.place.target,
+        slot=slot,
+        first_row=piece.first_row + part * num_rows,
+        num_rows=num_rows,
+        scale=None if scale is None else scale_of_part(scale, index, num_experts * piece.parts),
+    )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from tests.helpers.parity import MAX_LOGPROB_ERROR, check_greedy
 from tests.helpers.tiny_models import make_tiny, reference_logprobs
 
 NUM_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
 Answer = list[tuple[list[int], list[dict[int, float]]]]
 """Per prompt the tokens, and the logprobs of each place's candidates."""
 
@@ -27,15 +28,14 @@ def generate(folder: Path, seed: int, **settings: Any) -> list[RequestOutput]:
         skip_tokenizer_init=True,
         max_model_len=64,
         num_kv_blocks=64,
-        # The same rows in the same steps wherever a sequence runs; and products that do not depend on how many there are.
-        moe_backend="reference",
-        max_num_seqs=1,
         **settings,
     )
+    # One after the other: then all numbers of ranks compute the same rows together.
     with llm:
-        return llm.generate(
-            prompts, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
-        )
+        return [
+            llm.generate([ids], GREEDY, use_tqdm=False, routed_dp_rank=i % llm.config.ep)[0]
+            for i, ids in enumerate(prompts)
+        ]
 
 
 def numbers(outputs: list[RequestOutput]) -> Answer:

@@ -47,6 +47,12 @@ def unsupported(folder: Path) -> list[str]:
     return ["LlamaForCausalLM", *ADAPTER_MODULES]
 
 
+def unsupported_quantization(folder: Path) -> list[str]:
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return ["quant_method='awq'", "fp8", "compressed-tensors"]
+
+
 def missing_tensor(folder: Path) -> list[str]:
     return [damage.without_last_tensor(folder), "lacks"]
 
@@ -81,6 +87,7 @@ CASES: dict[str, tuple[Damage, dict[str, Any], type[errors.MoeRuntimeError], lis
     "path": (wrong_path, {}, errors.CheckpointError, []),
     "no config": (no_config, {}, errors.CheckpointError, []),
     "architecture": (unsupported, {}, errors.ConfigError, []),
+    "quantisation": (unsupported_quantization, {}, errors.ConfigError, []),
     "missing tensor": (missing_tensor, {}, errors.CheckpointError, []),
     "truncated": (truncated, {}, errors.CheckpointError, []),
     "truncated for rank 1": (truncated_for_rank_1, {}, errors.CheckpointError, []),

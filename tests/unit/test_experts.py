@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -12,9 +13,10 @@ from moe_runtime.core import ExpertBatch
 from moe_runtime.errors import ConfigError
 from moe_runtime.experts import cpu as cpu_module
 from moe_runtime.experts.base import ExpertKernel, ExpertNeed, ExpertWeights
-from moe_runtime.experts.cpu import CpuExperts
+from moe_runtime.experts.cpu import CpuExperts, _dequantize
 from moe_runtime.experts.reference import ReferenceExperts
-from moe_runtime.layers.activation import ACTIVATIONS, get_activation
+from moe_runtime.layers.activation import ACTIVATIONS, SWIGLU_OAI, UNGATED, get_activation, is_gated
+from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, QuantScheme
 
 KERNELS: list[ExpertKernel] = [ReferenceExperts(), CpuExperts()]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -108,5 +110,109 @@ def test_supports() -> None:
             assert kernel.supports(ExpertNeed("cpu", torch.bfloat16, activation)) is None
     assert reference.supports(ExpertNeed("cuda", torch.float32, "silu")) is None
     assert "cuda" in str(cpu.supports(ExpertNeed("cuda", torch.float32, "silu")))
+    for scheme in SCHEMES:
+        for activation in (SWIGLU_OAI, *UNGATED):
+            assert cpu.supports(ExpertNeed("cpu", torch.bfloat16, activation, scheme)) is None
     assert "float64" in str(cpu.supports(ExpertNeed("cpu", torch.float64, "silu")))
     assert "int8" in str(reference.supports(ExpertNeed("cpu", torch.int8, "silu")))
+
+
+SCHEMES = (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR)
+
+
+def full_weights(
+    slots: int,
+    hidden: int,
+    inner: int,
+    activation: str,
+    dtype: torch.dtype,
+    scheme: QuantScheme | None,
+    **rest: object,
+) -> ExpertWeights:
+    """With biases; quantised part by part if there is a scheme."""
+    parts = 2 if is_gated(activation) else 1
+    gate_up = torch.randn(slots, parts, inner, hidden) / hidden**0.5
+    down = torch.randn(slots, hidden, inner) / inner**0.5
+    gate_up_scale = down_scale = None
+    if scheme is None:
+        gate_up, down = gate_up.to(dtype), down.to(dtype)
+    else:
+        (gate_up, gate_up_scale), (down, down_scale) = map(scheme.quantize_weight, (gate_up, down))
+    weights = ExpertWeights(
+        gate_up_pFD=gate_up.flatten(1, 2),
+        down_pDF=down,
+        activation=activation,
+        gate_up_bias_pF=torch.randn(slots, parts * inner).to(dtype),
+        down_bias_pD=torch.randn(slots, hidden).to(dtype),
+        scheme=scheme,
+        gate_up_scale=gate_up_scale,
+        down_scale=down_scale,
+    )
+    return dataclasses.replace(weights, **rest)  # type: ignore[arg-type]
+
+
+def check_cpu_against_reference(batch: ExpertBatch, weights: ExpertWeights) -> None:
+    y, want = CpuExperts()(batch, weights), ReferenceExperts()(batch, weights)
+    dtype = batch.tokens_RD.dtype
+    assert y.dtype == dtype
+    tolerance = TOLERANCE[dtype] * max(1.0, float(want.abs().max()))
+    torch.testing.assert_close(y.float(), want.float(), rtol=0.0, atol=tolerance)
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("activation", [*sorted(ACTIVATIONS), SWIGLU_OAI, *UNGATED])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_cpu_biases_limits_and_activations(
+    seed: int, dtype: torch.dtype, activation: str, limit: float | None
+) -> None:
+    weights = full_weights(3, 24, 13, activation, dtype, None, activation_limit=limit)
+    check_cpu_against_reference(make_batch([2, 0, 5], 4, 24, dtype), weights)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_cpu_fp8_weights(
+    seed: int, dtype: torch.dtype, scheme: QuantScheme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrices of several tiles, the last one not whole."""
+    monkeypatch.setattr(cpu_module, "DEQUANT_TILE", 130 * 200)
+    weights = full_weights(4, 200, 300, "silu", dtype, scheme)
+    check_cpu_against_reference(make_batch([3, 0, 9, 1], 7, 200, dtype), weights)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_cpu_fp8_activations_if_asked(seed: int, scheme: QuantScheme) -> None:
+    weights = full_weights(4, 200, 300, "silu", torch.float32, scheme, quantize_activations=True)
+    batch = make_batch([3, 0, 9, 1], 7, 200, torch.float32)
+    y, want = CpuExperts()(batch, weights), ReferenceExperts()(batch, weights)
+    kept = CpuExperts()(batch, dataclasses.replace(weights, quantize_activations=False))
+    # A value between two steps of FP8 may be rounded either way, so single results may differ.
+    assert (y - want).norm() < 0.02 * want.norm()
+    assert (kept - want).norm() > 3 * (y - want).norm(), "activations were not rounded"
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 300), (128, 128), (129, 200), (256, 130), (300, 7)])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_cpu_dequantises_bit_for_bit(seed: int, scheme: QuantScheme, shape: tuple[int, int]) -> None:
+    payload = torch.randint(0, 256, shape, dtype=torch.uint8)
+    payload[(payload & 0x7F) == 0x7F] = 0x80
+    scale = torch.rand(scheme.scale_shape(*shape)) * 10.0 ** random.randint(-6, 6)
+    buffer = torch.empty(shape, dtype=torch.int32)
+    found = _dequantize(payload.view(FP8), scheme, scale, buffer)
+    expected = scheme.dequantize(payload.view(FP8), scale)
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+def test_fp8_weights_are_never_dequantised_as_a_whole(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_module, "DEQUANT_TILE", 128 * 64)
+    sizes: list[int] = []
+
+    def noted(*args: torch.Tensor) -> torch.Tensor:
+        sizes.append(args[0].numel())
+        return _dequantize(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cpu_module, "_dequantize", noted)
+    weights = full_weights(2, 64, 700, "silu", torch.bfloat16, FP8_BLOCK)
+    CpuExperts()(make_batch([0, 3], 3, 64, torch.bfloat16), weights)
+    assert sum(sizes) == 3 * 64 * 700, "the slot without rows costs nothing"
+    assert max(sizes) <= 128 * 700

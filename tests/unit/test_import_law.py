@@ -66,7 +66,7 @@ SEAMS = ("attention", "experts", "dispatch")
 
 HELPERS: dict[str, tuple[str, ...]] = {
     "attention": ("base", "kv_cache"),
-    "experts": ("base", "router"),
+    "experts": ("base", "router", "triton_config"),
     "dispatch": (
         "base",
         "rows",

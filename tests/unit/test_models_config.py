@@ -112,7 +112,7 @@ def write(folder: Path, family: str, seed: int, **changes: Any) -> Path:
         ("mixtral", {"dtype": "float64"}, "dtype='float64'.*bfloat16"),
         ("mixtral", {"hidden_size": "wide"}, "hidden_size"),
         ("mixtral", {"per_layer_config": {"0": {"intermediate_size": 4}}}, "per_layer_config"),
-        ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("mixtral", {"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'.*fp8"),
         ("qwen3_moe", {"layer_types": ["full_attention"]}, "layer_types"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         ("qwen3_moe", {"mlp_only_layers": list(range(9))}, "no layer of this model has experts"),

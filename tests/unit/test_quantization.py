@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -56,3 +58,28 @@ def test_rows_have_a_scale_per_group(rows: int, seed: int) -> None:
 def test_nan_stays_visible() -> None:
     payload, scale = quantize_rows(torch.tensor([[1.0, float("nan")]]))
     assert torch.isnan(dequantize_rows(payload, scale)).any()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_rows_of_a_matrix_are_a_matrix(scheme: QuantScheme, seed: int) -> None:
+    """Between multiples of row_step: as the loader and the CPU kernel cut matrices."""
+    weight = torch.randn(300, 200)
+    payload, scale = scheme.quantize_weight(weight)
+    whole = scheme.dequantize(payload, scale)
+    cuts = [0, scheme.row_step, 2 * scheme.row_step, 300]
+    for first, stop in pairwise(cuts):
+        part = scheme.dequantize(payload[first:stop], scheme.scale_rows(scale, first, stop))
+        assert torch.equal(part, whole[first:stop])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_rounding_activations_keeps_what_fp8_can_hold(scheme: QuantScheme, seed: int) -> None:
+    x = torch.randn(5, 200).bfloat16()
+    rounded = scheme.round_rows(x)
+    assert rounded.dtype == x.dtype
+    assert not torch.equal(rounded, x)
+    assert (rounded - x).abs().max() <= x.abs().max() / 16
+    exact = torch.randint(-8, 9, (5, 200)).float()
+    exact[:, ::128] = 448.0
+    exact[:, 1] = -448.0
+    assert torch.equal(scheme.round_rows(exact), exact)

@@ -97,7 +97,7 @@ def test_type_conversion(dtype: torch.dtype, tmp_path: Path, seed: int) -> None:
 def test_conversion_in_many_chunks(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny("olmoe", tmp_path, seed)
     expected, _ = load(tmp_path, dtype=torch.float16)
-    monkeypatch.setattr("moe_runtime.weights.loader.CHUNK_BYTES", 52)
+    monkeypatch.setattr("moe_runtime.weights.reading.CHUNK_BYTES", 52)
     chunked, _ = load(tmp_path, dtype=torch.float16)
     for (name, a), (_, b) in zip(expected.named_parameters(), chunked.named_parameters(), strict=True):
         assert torch.equal(a, b), name

@@ -1,0 +1,93 @@
+"""Scales of FP8 matrices in a checkpoint: which tensor holds those of which matrix, and where in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moe_runtime.errors import CheckpointError
+from moe_runtime.weights.safetensors_file import FP8_PAYLOAD
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from moe_runtime.models.spec import StoredQuantization
+    from moe_runtime.quantization import QuantScheme
+    from moe_runtime.weights.safetensors_file import StoredTensor
+
+DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+ACTIVATION_SCALES = r".*\.(input_scale|(\w+_)?activation_scale)"
+"""Scales of static activation quantisation, as vLLM's and transformers' files name them."""
+
+
+@dataclass(frozen=True)
+class StoredScale:
+    """Bytes of a checkpoint file with the scales of one matrix."""
+
+    tensor: StoredTensor
+    offset: int
+    num_bytes: int
+
+
+def scale_names(matrices: Iterable[str], quantization: StoredQuantization | None) -> set[str]:
+    """Every name that scales of these tensors may have."""
+    if quantization is None:
+        return set()
+    return {name + suffix for name in matrices for suffix in quantization.scale_suffixes}
+
+
+def find_scales(
+    stored: Mapping[str, StoredTensor],
+    matrices: Mapping[str, tuple[tuple[int, ...], int]],
+    quantization: StoredQuantization | None,
+) -> dict[str, StoredTensor]:
+    """The scales of every FP8 tensor among `matrices`, by its name.
+
+    matrices: shape, and number of matrices whose rows follow one another in it. Raises CheckpointError naming scales that are
+    missing, there twice, of another shape or type than the scheme's, or of a tensor that is not FP8.
+    """
+    found: dict[str, StoredTensor] = {}
+    missing: list[str] = []
+    if quantization is None:
+        return found
+    for name, (shape, parts) in matrices.items():
+        names = [name + suffix for suffix in quantization.scale_suffixes if name + suffix in stored]
+        if stored[name].dtype != FP8_PAYLOAD:
+            if names:
+                raise CheckpointError(
+                    f"{names[0]} has scales of {name}, which is of type {stored[name].dtype}, not {FP8_PAYLOAD}"
+                )
+            continue
+        if len(names) > 1:
+            raise CheckpointError(f"the checkpoint holds the scales of {name} twice: {', '.join(names)}")
+        if not names:
+            missing.append(name + quantization.scale_suffixes[0])
+            continue
+        found[name] = stored[names[0]]
+        _check(found[name], quantization.scheme, shape, parts)
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(f"the checkpoint lacks scales of FP8 tensors: {min(missing)}{more}")
+    return found
+
+
+def _check(scale: StoredTensor, scheme: QuantScheme, shape: tuple[int, ...], parts: int) -> None:
+    *stack, num_out, num_in = shape
+    rows, columns = scheme.scale_shape(num_out // parts, num_in)
+    expected = (*stack, parts * rows, columns)
+    if scale.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{scale.name} in {scale.path} is of type {scale.dtype}; scales may be {', '.join(DTYPES)}"
+        )
+    # A single scale is written as [], [1] or [1, 1], one per channel as [out] or [out, 1].
+    if [n for n in scale.shape if n != 1] != [n for n in expected if n != 1]:
+        raise CheckpointError(
+            f"{scale.name} in {scale.path} has shape {list(scale.shape)}, but {scheme.name} scales of a matrix of"
+            f" {list(shape)} have {list(expected)}; see quantization_config in config.json"
+        )
+
+
+def scale_of_part(scale: StoredTensor, index: int, count: int) -> StoredScale:
+    """The scales of the index-th of `count` matrices."""
+    num_bytes = scale.num_bytes // count
+    return StoredScale(scale, scale.offset + index * num_bytes, num_bytes)

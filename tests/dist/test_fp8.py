@@ -1,0 +1,115 @@
+"""FP8 through the whole engine: checkpoints of the hub's formats against transformers on the dequantised weights."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from moe_runtime import LLM, SamplingParams
+from moe_runtime.errors import ConfigError
+from moe_runtime.models.quantized import with_expert_scheme
+from moe_runtime.models.registry import load_spec
+from moe_runtime.weights.demo_model import demo_model_path
+from moe_runtime.weights.loader import load_weights
+from tests.helpers.fp8_checkpoints import FILE, FORMATS, write_fp8
+from tests.helpers.parity import check_greedy
+from tests.helpers.run_decoder import logprobs_with_cpu_experts
+from tests.helpers.tiny_models import FAMILIES, make_tiny, reference_logprobs
+
+if TYPE_CHECKING:
+    from moe_runtime.engine.outputs import RequestOutput
+
+TEXT = Path(__file__).parents[1] / "data" / "perplexity.txt"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2)
+SIZES = {"num_hidden_layers": 2, "hidden_size": 160, "intermediate_size": 140, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2}
+QUICK = [("qwen2_moe", "deepseek", 2), ("mixtral", "ct_channel", 1)]
+GRID = [(family, name, ep) for family in FAMILIES for name in ("deepseek", "ct_channel") for ep in (1, 2)]
+CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in GRID]
+
+
+def write(family: str, name: str, folder: Path, seed: int) -> tuple[Path, Path]:
+    own = {} if family == "olmoe" else {"head_dim": 16}
+    if family.startswith("qwen"):
+        own["moe_intermediate_size"] = 140
+    make_tiny(family, folder / "source", seed, **SIZES, **own)
+    write_fp8(folder / "source", FORMATS[name], folder / "fp8", folder / "plain")
+    return folder / "fp8", folder / "plain"
+
+
+def check(plain: Path, outputs: list[RequestOutput]) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    model.set_experts_implementation("eager")
+    for output in outputs:
+        check_greedy(lambda ids, first: reference_logprobs(model, ids)[first:], output, 16)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("family", "name", "ep"), CASES)
+def test_matches_transformers(family: str, name: str, ep: int, tmp_path: Path, seed: int) -> None:
+    folder, plain = write(family, name, tmp_path, seed)
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(61) for _ in range(draw.randint(1, 40))] for _ in range(8)]
+    # A copy of some experts on the other rank.
+    redundant = 2 if ep > 1 else 0
+    with LLM(
+        model=str(folder),
+        ep=ep,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        num_kv_blocks=64,
+        max_num_batched_tokens=23,
+        num_redundant_experts=redundant,
+    ) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        chosen = [rank.info for rank in llm._engine.ready]
+    scheme = "fp8_block" if name == "deepseek" else "fp8_channel"
+    assert [(c["quantization"], c["moe_backend"]) for c in chosen] == [(scheme, "cpu")] * ep
+    check(plain, outputs)
+
+
+def test_an_unquantised_checkpoint_is_quantised_on_loading(tmp_path: Path, seed: int) -> None:
+    """The values are as this test's own arithmetic quantises the experts, and only them."""
+    folder, plain = write("qwen3_moe", "deepseek", tmp_path, seed)
+    source = tmp_path / "source"
+    tensors = load_file(source / FILE)
+    quantised = load_file(plain / FILE)
+    save_file(
+        tensors | {name: tensor for name, tensor in quantised.items() if ".experts." in name}, plain / FILE
+    )
+    prompts = [[3, 1, 4, 1, 5], list(range(30))]
+    flags = {"ep": 2, "dtype": "float32", "skip_tokenizer_init": True, "num_kv_blocks": 64}
+    with LLM(model=str(source), quantization="fp8", **flags) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert {rank.info["quantization"] for rank in llm._engine.ready} == {"fp8_block"}
+    check(plain, outputs)
+    with pytest.raises(ConfigError, match="stored as fp8_block"):
+        LLM(model=str(folder), quantization="fp8_channel", **flags)
+
+
+@pytest.mark.slow
+def test_perplexity_of_the_demo_model() -> None:
+    """Of a fixed text, with the experts quantised on loading, against bfloat16."""
+    spec, adapter = load_spec(demo_model_path())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_model_path())
+    ids = tokenizer(TEXT.read_text(encoding="utf-8"))["input_ids"]
+    assert len(ids) > 300
+    perplexity = {}
+    for asked in ("none", "fp8", "fp8_channel", "fp8_tensor"):
+        asked_spec = with_expert_scheme(spec, asked)
+        held = [list(range(spec.num_experts))] * spec.num_moe_layers
+        decoder = load_weights(demo_model_path(), asked_spec, adapter, held, torch.bfloat16, "cpu")
+        logprobs = logprobs_with_cpu_experts(decoder, ids)
+        chosen = logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])
+        perplexity[asked] = float(chosen.mean().neg().exp())
+    print(f"perplexity of {len(ids)} tokens: {perplexity}")
+    assert perplexity["none"] < 60, "the model does not understand the text"
+    for asked in ("fp8", "fp8_channel"):
+        assert abs(perplexity[asked] / perplexity["none"] - 1) < 0.01
+    assert abs(perplexity["fp8_tensor"] / perplexity["none"] - 1) < 0.03
