@@ -6,27 +6,44 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
+import torch
 
 from moe_runtime.attention.base import AttentionNeed
 from moe_runtime.attention.cpu import CpuPagedAttention
+from moe_runtime.attention.deterministic import DeterministicAttention
 from moe_runtime.attention.reference import ReferenceAttention
-from moe_runtime.dispatch import collective, heap_nvshmem, heap_shm, local, one_sided, triton_one_sided
+from moe_runtime.attention.triton_paged import TritonPagedAttention
+from moe_runtime.dispatch import (
+    collective,
+    grouping,
+    heap_nvshmem,
+    heap_shm,
+    local,
+    one_sided,
+    triton_grouping,
+    triton_one_sided,
+)
 from moe_runtime.dispatch.collective import CollectiveDispatcher
 from moe_runtime.dispatch.fp8_payload import Fp8Payload
 from moe_runtime.dispatch.local import LocalDispatcher
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided_network import NvshmemNetwork
-from moe_runtime.errors import BackendUnavailable
+from moe_runtime.errors import BackendUnavailable, ConfigError
+from moe_runtime.experts import router, triton_router
 from moe_runtime.experts.base import ExpertNeed
 from moe_runtime.experts.cpu import CpuExperts
+from moe_runtime.experts.deterministic import DeterministicExperts
 from moe_runtime.experts.reference import ReferenceExperts
 from moe_runtime.experts.triton_grouped import TritonExperts
+from moe_runtime.layers.deterministic_ops import DeterministicOps
+from moe_runtime.layers.invariant import Workers
+from moe_runtime.layers.ops import TORCH_OPS
+from moe_runtime.layers.triton_ops import TritonOps
+from moe_runtime.triton_support.availability import triton_problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
     from moe_runtime.attention.base import AttentionBackend
     from moe_runtime.attention.kv_cache import KVCache
@@ -34,6 +51,8 @@ if TYPE_CHECKING:
     from moe_runtime.dispatch.base import Dispatcher
     from moe_runtime.dispatch.heap import SymmetricHeap
     from moe_runtime.experts.base import ExpertKernel
+    from moe_runtime.experts.router import Router
+    from moe_runtime.layers.ops import LayerOps
     from moe_runtime.models.spec import ModelSpec
     from moe_runtime.topology import Topology
 
@@ -41,6 +60,8 @@ DEVICE_TOKENS = 128
 """On GPUs, steps of at most so many tokens a rank are dispatched in messages of equal size, without the host."""
 
 logger = logging.getLogger(__name__)
+
+_NO_DELAY = "cannot hold messages back (dispatch_delay_ms)"
 
 
 class Choice(NamedTuple):
@@ -78,34 +99,43 @@ def choose(what: str, asked: str, reasons: Mapping[str, str | None], log: bool) 
 def make_dispatcher(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
 ) -> tuple[Dispatcher, Choice]:
-    """How tokens travel. Collective; the same choice on all ranks, since it depends on what all know alike."""
+    """How tokens travel. Collective; the same choice on all ranks, since it depends on what all know alike.
+
+    Raises ConfigError if --combine per_rank is to be deterministic: its sums depend on which experts share a rank.
+    """
+    if config.deterministic and config.combine != "exact":
+        raise ConfigError(
+            f"combine={config.combine!r} depends on the number of ranks; --deterministic needs 'exact'"
+        )
     device = topology.device.type
     # The tightest host or container decides for all.
     free_shm = min(int(n) for n in topology.all_gather_text(str(heap_shm.free_shm_bytes())))
     alone = "joins several ranks, and there is only one" if topology.world_size == 1 else None
+    undelayed = _NO_DELAY if config.dispatch_delay_ms else None
     reasons = {
-        "local": local.unsupported(topology.world_size),
+        "local": local.unsupported(topology.world_size) or undelayed,
         "one_sided": alone or _one_sided_problem(config, spec, dtype, topology, free_shm),
-        "collective": alone or collective.unsupported(device, topology.data_backend),
+        "collective": alone or undelayed or collective.unsupported(device, topology.data_backend),
     }
     choice = choose("dispatcher", config.dispatcher, reasons, topology.rank == 0)
-    dispatcher = _make_chosen(choice.name, config, spec, dtype, topology)
+    if choice.name == "one_sided":
+        how = "Triton kernels" if one_sided_kernels(config, device) else "torch's copies into shared memory"
+        logger.log(logging.INFO if topology.rank == 0 else logging.DEBUG, "one_sided: %s", how)
+    dispatcher = _dispatcher(choice.name, config, spec, dtype, topology)
     return Fp8Payload(dispatcher) if config.dispatch_dtype == "fp8" else dispatcher, choice
 
 
-def _make_chosen(
+def _dispatcher(
     name: str, config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
 ) -> Dispatcher:
     device = topology.device.type
     if name == "local":
-        return LocalDispatcher()
+        on_triton = choose_routing(config, device, log=False).name == "triton"
+        return LocalDispatcher(triton_grouping.group_pairs if on_triton else grouping.group_pairs)
     if name == "collective":
         device_tokens = 0 if device == "cpu" else DEVICE_TOKENS
         return CollectiveDispatcher(topology.data_group, config.step_timeout, config.combine, device_tokens)
-    kernels = one_sided_kernels(config, device)
-    how = "Triton kernels" if kernels else "torch's copies into shared memory"
-    logger.log(logging.INFO if topology.rank == 0 else logging.DEBUG, "one_sided: %s", how)
-    if kernels:
+    if one_sided_kernels(config, device):
         return _make_one_sided_kernels(config, spec, dtype, topology)
     return OneSidedDispatcher(
         topology.rank,
@@ -118,7 +148,28 @@ def _make_chosen(
         step_timeout=config.step_timeout,
         is_alive=lambda rank: process_runs(topology.peer_pids[rank]),
         combine=config.combine,
+        in_flight=_calls_in_flight(config),
+        delay_s=config.dispatch_delay_ms / 1000,
     )
+
+
+def choose_overlap(config: EngineConfig, topology: Topology) -> Choice:
+    """The setting of `engine.overlap.OverlapModel`: `auto`, or always the same way."""
+    name, why = config.overlap, "asked for"
+    if config.overlap == "auto":
+        name, why = "auto", "measured step times decide"
+        if topology.world_size == 1:
+            name, why = "off", "auto; nothing travels with one rank"
+        elif topology.device.type != "cpu":
+            name, why = "off", "auto; step times are measured on the host, which does not wait for the device"
+    choice = Choice("overlap", name, why)
+    logger.log(logging.INFO if topology.rank == 0 else logging.DEBUG, "%s: %s (%s)", *choice)
+    return choice
+
+
+def _calls_in_flight(config: EngineConfig) -> int:
+    """Transfers under way at a time: with overlap two, each of which needs mailboxes of its own."""
+    return 1 if config.overlap == "off" else 2
 
 
 def one_sided_kernels(config: EngineConfig, device_type: str) -> bool:
@@ -135,14 +186,24 @@ def _one_sided_problem(
     device, buffer_bytes = topology.device.type, config.dispatch_buffer_mib << 20
     row_bytes, ranks = spec.hidden_size * dtype.itemsize, topology.world_size
     problem = None
-    if one_sided_kernels(config, device):
+    if one_sided_kernels(config, device) and config.dispatch_delay_ms:
+        problem = f"its Triton kernels: {_NO_DELAY}"
+    elif one_sided_kernels(config, device):
         problem = triton_one_sided.unsupported(
             ranks, device, buffer_bytes, row_bytes, spec.top_k, config.combine
         )
     if device != "cpu":
         return problem or heap_nvshmem.unsupported(device)
     return problem or one_sided.unsupported(
-        ranks, topology.single_host, device, buffer_bytes, free_shm, row_bytes, spec.top_k, config.combine
+        ranks,
+        topology.single_host,
+        device,
+        buffer_bytes,
+        free_shm,
+        row_bytes,
+        spec.top_k,
+        config.combine,
+        1 if one_sided_kernels(config, device) else _calls_in_flight(config),
     )
 
 
@@ -178,6 +239,29 @@ def process_runs(pid: int) -> bool:
         return False
 
 
+def choose_routing(config: EngineConfig, device_type: str, *, log: bool) -> Choice:
+    """Router and grouping of pairs: kernels on every GPU, and in the interpreter where the experts are asked to be there."""
+    wanted = device_type != "cpu" or config.moe_backend == "triton"
+    problem = triton_problem(device_type) if wanted else "Triton kernels are for GPUs"
+    return choose("routing", "auto", {"triton": problem, "torch": None}, log)
+
+
+def make_router(config: EngineConfig, topology: Topology) -> tuple[Router, Choice]:
+    """How experts are chosen from the router's logits."""
+    choice = choose_routing(config, topology.device.type, log=topology.rank == 0)
+    return (triton_router.route if choice.name == "triton" else router.route), choice
+
+
+def invariant_only(
+    reasons: Mapping[str, str | None], config: EngineConfig, *allowed: str
+) -> dict[str, str | None]:
+    """Under --deterministic, the reasons of all but the `allowed` say that they are not for it."""
+    if not config.deterministic:
+        return dict(reasons)
+    why = f"its bits depend on the batch; with --deterministic allowed are auto, {', '.join(allowed)}"
+    return {name: reason if name in allowed else why for name, reason in reasons.items()}
+
+
 def make_experts(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
 ) -> tuple[ExpertKernel, Choice]:
@@ -185,22 +269,49 @@ def make_experts(
     need = ExpertNeed(topology.device.type, dtype, spec.activation, spec.expert_scheme)
     kernels: dict[str, ExpertKernel] = {
         "cpu": CpuExperts(),
-        "triton": TritonExperts(topology.device),
+        "triton": TritonExperts(topology.device, deterministic=config.deterministic),
         "reference": ReferenceExperts(),
+        "deterministic": DeterministicExperts(DeterministicOps(Workers(torch.get_num_threads()))),
     }
     reasons = {name: kernel.supports(need) for name, kernel in kernels.items()}
+    reasons = invariant_only(reasons, config, "deterministic", "triton")
     choice = choose("moe_backend", config.moe_backend, reasons, topology.rank == 0)
     return kernels[choice.name], choice
 
 
+def make_layer_ops(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
+) -> tuple[LayerOps, Choice]:
+    """How norms and activations are computed."""
+    device = topology.device.type
+    triton = TritonOps.supports(device, dtype, spec.activation)
+    reasons = {"torch": None, "triton": triton} if device == "cpu" else {"triton": triton, "torch": None}
+    reasons["deterministic"] = DeterministicOps.supports(device, dtype)
+    reasons = invariant_only(reasons, config, "deterministic")
+    choice = choose("layer_backend", config.layer_backend, reasons, topology.rank == 0)
+    if choice.name == "deterministic":
+        return DeterministicOps(Workers(torch.get_num_threads())), choice
+    return TritonOps() if choice.name == "triton" else TORCH_OPS, choice
+
+
 def make_attention(
-    config: EngineConfig, spec: ModelSpec, cache: KVCache, topology: Topology
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, cache: KVCache, topology: Topology
 ) -> tuple[AttentionBackend, Choice]:
     """How attention over the paged cache is computed."""
-    layers = spec.attention_specs()
-    need = AttentionNeed(device_type=topology.device.type, dtype=cache.keys[0].dtype, layers=layers)
-    reasons = {"cpu": CpuPagedAttention.supports(need), "reference": ReferenceAttention.supports(need)}
+    device, layers = topology.device.type, spec.attention_specs()
+    need = AttentionNeed(device, dtype, layers, cache_dtype=cache.dtype)
+    reasons = {
+        "cpu": CpuPagedAttention.supports(need),
+        "triton": TritonPagedAttention.supports(need),
+        "reference": ReferenceAttention.supports(need),
+        "deterministic": DeterministicAttention.supports(need),
+    }
+    reasons = invariant_only(reasons, config, "deterministic", "triton")
     choice = choose("attention_backend", config.attention_backend, reasons, topology.rank == 0)
     if choice.name == "cpu":
         return CpuPagedAttention(cache, layers), choice
+    if choice.name == "deterministic":
+        return DeterministicAttention(cache, layers), choice
+    if choice.name == "triton":
+        return TritonPagedAttention(cache, layers, config.deterministic), choice
     return ReferenceAttention(cache, layers), choice

@@ -9,7 +9,6 @@ NEGATIVES: dict[str, tuple[str, ...]] = {
 """Flags that switch a boolean setting off."""
 
 _NOT_YET: dict[str, str] = {
-    "quantisation of the KV cache": "kv-cache-dtype",
     "tensor parallelism": "tensor-parallel-size tp-size tp moe-tp moe-tp-size moe-dense-tp-size dense-tp-size",
     "pipeline parallelism": "pipeline-parallel-size pp-size pp",
     "context parallelism": "decode-context-parallel-size dcp prefill-context-parallel-size pcp attn-cp-size dcp-size",
@@ -31,8 +30,6 @@ _NOT_YET: dict[str, str] = {
     " init-expert-location ep-dispatch-algorithm",
     "recording of expert loads": "expert-distribution-recorder-mode expert-distribution-recorder-buffer-size"
     " enable-expert-distribution-metrics enable-return-routed-experts",
-    "overlap of two batches": "enable-dbo dbo-decode-token-threshold dbo-prefill-token-threshold"
-    " enable-two-batch-overlap enable-single-batch-overlap",
     "sizing the KV cache in bytes or tokens (use --num-kv-blocks)": "kv-cache-memory-bytes max-total-tokens",
     "KV cache outside the device's memory": "kv-offloading-size swap-space cpu-offload-gb"
     " enable-hierarchical-cache hicache-ratio hicache-size",
@@ -57,7 +54,6 @@ _NOT_YET: dict[str, str] = {
     "profiling": "profiler-config",
     "elastic ranks": "enable-elastic-ep elastic-ep-backend max-ep-size enable-fault-tolerance"
     " enable-elastic-expert-backup",
-    "deterministic mode": "enable-deterministic-inference deterministic",
     "code from a checkpoint": "trust-remote-code",
     "tokenizer modes": "tokenizer-mode tokenizer-revision",
 }
@@ -75,6 +71,12 @@ _INSTEAD: dict[str, str] = {
     "data-parallel-address": "use torchrun's --master-addr, before the script's name",
     "data-parallel-rpc-port": "use torchrun's --master-port, before the script's name",
     "data-parallel-backend": "ranks are started by torchrun; leave it out",
+    "enable-dbo": "use --overlap on, or leave it out: by default measured step times decide",
+    "enable-two-batch-overlap": "use --overlap on, or leave it out: by default measured step times decide",
+    "dbo-decode-token-threshold": "measured step times decide from how many tokens on; leave it out",
+    "dbo-prefill-token-threshold": "measured step times decide from how many tokens on; leave it out",
+    "tbo-token-distribution-threshold": "a step is cut at the sequence nearest to half of its tokens, or inside one; leave it out",
+    "enable-single-batch-overlap": "shared experts are always computed while tokens travel; leave it out",
     "enable-mixed-chunk": "prompts are always computed beside decodes; leave it out",
     "prefill-attention-backend": "prompts and decodes have one; use --attention-backend",
     "decode-attention-backend": "prompts and decodes have one; use --attention-backend",

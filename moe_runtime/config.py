@@ -89,14 +89,22 @@ class EngineConfig(_Checked):
                           " rank its own share first (per_rank: fewer bytes)", choices=("exact", "per_rank"))
     dispatch_dtype: str = _field(AUTO, "parallel", "Type in which tokens travel to their experts: the model's, or FP8 with a scale per 128 values;"
                                  " auto: the model's", choices=(AUTO, "model", "fp8"))
+    overlap: str = _field(AUTO, "parallel", "Compute one half of a step's tokens while the other half's travel (on), or a MoE layer's rows"
+                          " in chunks (chunks); auto: what measured step times say", choices=(AUTO, "off", "on", "chunks"))
+    dispatch_delay_ms: float = _field(0.0, "parallel", "Hold messages between ranks back, to try out a slower network (one_sided dispatcher on CPUs)",
+                                      low=0, high=10_000)
     step_timeout: float = _field(300.0, "parallel", "Seconds after which a silent rank counts as lost",
                                  aliases=("distributed-timeout-seconds", "dist-timeout"), low=1)
 
-    moe_backend: str = _field(AUTO, "kernels", "How experts are computed", aliases=("moe-runner-backend",), choices=(AUTO, "reference", "cpu", "triton"))
-    attention_backend: str = _field(AUTO, "kernels", "How attention is computed", choices=(AUTO, "reference", "cpu"))
+    moe_backend: str = _field(AUTO, "kernels", "How experts are computed", aliases=("moe-runner-backend",), choices=(AUTO, "reference", "cpu", "triton", "deterministic"))
+    attention_backend: str = _field(AUTO, "kernels", "How attention is computed", choices=(AUTO, "reference", "cpu", "triton", "deterministic"))
+    layer_backend: str = _field(AUTO, "kernels", "How norms, dense products and activations are computed", choices=(AUTO, "torch", "triton", "deterministic"))
+    deterministic: bool = _field(False, "kernels", "Give a request the same logprobs, bit for bit, whatever runs beside it and on however many ranks; slower",
+                                 aliases=("enable-deterministic-inference",))
 
     block_size: int = _field(16, "cache", "Tokens per KV-cache block", aliases=("page-size",), low=1, high=1024)
     num_kv_blocks: int | None = _field(None, "cache", "KV-cache blocks per rank; default: from free memory", aliases=("num-gpu-blocks-override",), low=1)
+    kv_cache_dtype: str = _field(AUTO, "cache", "Type of the KV cache; auto: the model's; fp8 means fp8_e4m3", choices=(AUTO, "fp8_e4m3", "fp8"))
     memory_utilization: float = _field(0.8, "cache", "Share of the rank's free memory given to the KV cache", low=0.01, high=1.0,
                                        aliases=("gpu-memory-utilization", "mem-fraction-static"))
     enable_prefix_caching: bool = _field(True, "cache", "Reuse the KV of any common prefix")
@@ -106,6 +114,8 @@ class EngineConfig(_Checked):
     max_queued_requests: int = _field(4096, "scheduler", "Requests waiting per rank before new ones get 503", low=1)
 
     log_level: str = _field("info", "logging", "Least severe message shown", choices=("debug", "info", "warning", "error"))
+    trace_steps: int = _field(0, "logging", "Steps, from the first on, of which each rank writes a trace for ui.perfetto.dev", low=0)
+    trace_dir: str = _field("trace", "logging", "Folder for the traces, one file per rank")
     log_stats_interval: float = _field(10.0, "logging", "Seconds between throughput lines while busy; 0: none", low=0)
     # fmt: on
 

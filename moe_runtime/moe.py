@@ -1,19 +1,75 @@
-"""One MoE layer across ranks: dispatch, experts, combine. The only place where the three meet."""
+"""One MoE layer across ranks: dispatch, experts, combine. The only place where the three meet.
+
+A pass through a layer has three stages, between which rows travel and the caller may do something else:
+
+    begin     rows leave for their experts         | under way: dispatch
+    compute   rows arrive, experts, results leave  | under way: combine
+    finish    results arrive
+
+With `chunks` > 1 the rows of a pass are cut into that many parts, and part i + 1 travels while part i computes.
+Two transfers are under way at a time at most.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
+import torch
+
+from moe_runtime.core import Routing
 from moe_runtime.dispatch.base import Dispatcher, plan_dispatch
+from moe_runtime.profiling.timeline import EXPERTS, WAIT, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
-
-    from moe_runtime.core import LayerPlacement, Routing
+    from moe_runtime.core import DispatchPlan, ExpertBatch, LayerPlacement
+    from moe_runtime.dispatch.base import Pending
     from moe_runtime.experts.base import ExpertKernel, ExpertWeights
+
+
+class MoePass(Protocol):
+    """A pass through a MoE layer that has begun; compute() and then finish() are called once each."""
+
+    def compute(self) -> None:
+        """Receive rows, compute the local experts, send the results."""
+        ...
+
+    def finish(self) -> torch.Tensor:
+        """The layer's output, (T, D)."""
+        ...
+
+
+class RoutedExperts(Protocol):
+    """What runs the routed experts of any MoE layer: collective over the ranks, also with T = 0."""
+
+    def begin(
+        self,
+        moe_layer: int,
+        x_TD: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        max_num_tokens: int,
+        meanwhile: Callable[[], torch.Tensor] | None = None,
+    ) -> MoePass:
+        """Send rows to their experts. x_TD must not change until compute() has returned.
+
+        `meanwhile` (a shared expert) is computed while they travel; its result is added to the output.
+        """
+        ...
+
+    def __call__(
+        self,
+        moe_layer: int,
+        x_TD: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        max_num_tokens: int,
+        meanwhile: Callable[[], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """All three stages at once. Returns (T, D)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -25,6 +81,28 @@ class ExpertParallelMoe:
     placements: Sequence[LayerPlacement]
     """One per MoE layer, in model order."""
     rank: int
+    timeline: Timeline = field(default_factory=Timeline)
+    """Is told what took how long."""
+    chunks: int = 1
+    """Parts in which the rows of a pass travel."""
+
+    def begin(
+        self,
+        moe_layer: int,
+        x_TD: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        max_num_tokens: int,
+        meanwhile: Callable[[], torch.Tensor] | None = None,
+    ) -> ExpertParallelPass:
+        """See RoutedExperts."""
+        self.timeline.lap("attention", moe_layer=moe_layer, tokens=x_TD.shape[0])
+        placement = self.placements[moe_layer]
+        parts = [
+            _Part(rows_TD, plan_dispatch(part, placement, self.rank, limit), moe_layer)
+            for rows_TD, part, limit in cut_rows(x_TD, routing, max_num_tokens, self.chunks)
+        ]
+        return ExpertParallelPass(self, weights, parts, meanwhile)
 
     def __call__(
         self,
@@ -35,13 +113,90 @@ class ExpertParallelMoe:
         max_num_tokens: int,
         meanwhile: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Returns (T, D): the weighted sum of the routed experts, plus `meanwhile()` where given.
+        """See RoutedExperts."""
+        begun = self.begin(moe_layer, x_TD, routing, weights, max_num_tokens, meanwhile)
+        begun.compute()
+        return begun.finish()
 
-        `meanwhile` (a shared expert) is computed while tokens travel.
-        """
-        plan = plan_dispatch(routing, self.placements[moe_layer], self.rank, max_num_tokens)
-        sent = self.dispatcher.dispatch(x_TD, plan)
-        beside = meanwhile() if meanwhile is not None else None
-        batch = sent.wait()
-        out = self.dispatcher.combine(self.kernel(batch, weights), batch, plan).wait()
-        return out if beside is None else out + beside
+
+def cut_rows(
+    x_TD: torch.Tensor, routing: Routing, max_num_tokens: int, chunks: int
+) -> list[tuple[torch.Tensor, Routing, int]]:
+    """Rows, their routing and the most rows on any rank, for each of `chunks` parts; as many parts on every rank.
+
+    Each rank cuts its own rows evenly, so a rank with few has empty parts at the end.
+    """
+    if chunks == 1:
+        return [(x_TD, routing, max_num_tokens)]
+    size, limit = -(-x_TD.shape[0] // chunks), -(-max_num_tokens // chunks)
+    cuts = [slice(i * size, (i + 1) * size) for i in range(chunks)]
+    ids, scales = routing.topk_ids_TK, routing.topk_weights_TK
+    return [(x_TD[cut], Routing(ids[cut], scales[cut]), limit) for cut in cuts]
+
+
+@dataclass
+class _Part:
+    """Rows that travel together: on their way out, then on their way back."""
+
+    x_TD: torch.Tensor
+    plan: DispatchPlan
+    moe_layer: int
+    sent: Pending[ExpertBatch] | None = None
+    returned: Pending[torch.Tensor] | None = None
+    track: int = 0
+    """Of the timeline, while under way."""
+
+
+class ExpertParallelPass:
+    """See MoePass."""
+
+    def __init__(
+        self,
+        moe: ExpertParallelMoe,
+        weights: ExpertWeights,
+        parts: list[_Part],
+        meanwhile: Callable[[], torch.Tensor] | None,
+    ) -> None:
+        self._dispatcher, self._kernel, self._timeline = moe.dispatcher, moe.kernel, moe.timeline
+        self._weights, self._parts = weights, parts
+        for part in parts[:2]:
+            self._send(part)
+        self._beside: torch.Tensor | None = None
+        if meanwhile is not None:
+            self._beside = meanwhile()
+            self._timeline.lap("shared expert", moe_layer=parts[0].moe_layer)
+
+    def compute(self) -> None:
+        """See MoePass. A part leaves when the one before it has arrived."""
+        for i, part in enumerate(self._parts):
+            assert part.sent is not None
+            batch = part.sent.wait()
+            self._arrived(part, "dispatch")
+            if i and i + 1 < len(self._parts):
+                self._send(self._parts[i + 1])
+            y_SD = self._kernel(batch, self._weights)
+            self._timeline.lap(EXPERTS, moe_layer=part.moe_layer, rows=y_SD.shape[0])
+            part.returned = self._dispatcher.combine(y_SD, batch, part.plan)
+            self._left(part, "combine")
+
+    def finish(self) -> torch.Tensor:
+        """See MoePass."""
+        outs = []
+        for part in self._parts:
+            assert part.returned is not None
+            outs.append(part.returned.wait())
+            self._arrived(part, "combine")
+        out_TD = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out_TD if self._beside is None else out_TD + self._beside
+
+    def _send(self, part: _Part) -> None:
+        part.sent = self._dispatcher.dispatch(part.x_TD, part.plan)
+        self._left(part, "dispatch")
+
+    def _left(self, part: _Part, what: str) -> None:
+        self._timeline.lap(what, moe_layer=part.moe_layer)
+        part.track = self._timeline.depart()
+
+    def _arrived(self, part: _Part, what: str) -> None:
+        self._timeline.arrive(part.track, f"{what} under way", moe_layer=part.moe_layer)
+        self._timeline.lap(WAIT, moe_layer=part.moe_layer)

@@ -136,7 +136,7 @@ def test_choices_come_with_their_reasons(http: httpx.Client) -> None:
         assert chosen["quantization"] == "none"
         assert chosen["moe_backend_reason"].startswith("auto; not triton: ")
         assert chosen["moe_backend_reason"].endswith("; not reference: slower than cpu")
-        assert chosen["attention_backend_reason"].startswith("auto; not reference")
+        assert chosen["attention_backend_reason"].startswith("auto; not triton: ")
 
 
 def scraped(http: httpx.Client) -> dict[str, float]:

@@ -11,9 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from moe_runtime.core import ForwardBatch
-
-Rotation = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin of every token, (T, 1, d / 2) each, as of `layers.rope.RotaryEmbedding`."""
+from moe_runtime.layers.rope import Rotation
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,8 @@ class AttentionSpec:
     scale: float
     sliding_window: int | None = None
     """Each token sees this many tokens, itself included; None: all before it."""
+    logit_soft_cap: float | None = None
+    """Scores s become cap * tanh(s / cap), as in Gemma 2 and Grok; None: they stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,10 @@ class AttentionNeed:
 
     device_type: str
     dtype: torch.dtype
+    """Of queries, keys and values."""
     layers: tuple[AttentionSpec, ...]
+    cache_dtype: torch.dtype
+    """Of the KV cache: `dtype`, or float8_e4m3fn."""
 
 
 class AttentionBackend(Protocol):

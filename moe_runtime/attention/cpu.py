@@ -17,13 +17,15 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from moe_runtime.layers.rope import rotate
+from moe_runtime.quantization import FP8
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from moe_runtime.attention.base import AttentionNeed, AttentionSpec, Rotation
+    from moe_runtime.attention.base import AttentionNeed, AttentionSpec
     from moe_runtime.attention.kv_cache import KVCache
     from moe_runtime.core import ForwardBatch
+    from moe_runtime.layers.rope import Rotation
 
 MAX_PADDED_RATIO = 1.5
 """A decode group is split when padding would make it gather more than this times what it needs."""
@@ -63,7 +65,7 @@ class Chunk:
     rows: slice
     """Its rows of T."""
     slots_L: torch.Tensor | None
-    """int64: the slots it may see; None: only its new tokens, so nothing is gathered."""
+    """int64: the slots it may see; None: its new tokens alone, as they are, so nothing is gathered."""
     tiles: tuple[Tile, ...]
 
 
@@ -92,6 +94,8 @@ class CpuPagedAttention:
     def __init__(self, cache: KVCache, specs: Sequence[AttentionSpec]) -> None:
         self.cache = cache
         self.specs = tuple(specs)
+        # FP8 is widened when it is gathered, to whatever the queries have.
+        self.mask_dtype = torch.float32 if cache.dtype == FP8 else cache.dtype
 
     @staticmethod
     def supports(need: AttentionNeed) -> str | None:
@@ -103,6 +107,8 @@ class CpuPagedAttention:
         for spec in need.layers:
             if spec.num_heads % spec.num_kv_heads:
                 return f"{spec.num_heads} query heads are not a multiple of {spec.num_kv_heads} KV heads"
+            if spec.logit_soft_cap is not None:
+                return "torch's fused attention has no soft cap on scores"
         return None
 
     def plan(self, batch: ForwardBatch) -> CpuAttentionPlan:
@@ -116,8 +122,8 @@ class CpuPagedAttention:
 
     def _plan_window(self, batch: ForwardBatch, window: int | None) -> WindowPlan:
         specs = [spec for spec in self.specs if spec.sliding_window == window]
-        token_bytes = max(2 * s.num_kv_heads * s.head_dim for s in specs) * self.cache.keys[0].element_size()
-        dtype, size = self.cache.keys[0].dtype, self.cache.block_size
+        dtype, size = self.mask_dtype, self.cache.block_size
+        token_bytes = max(2 * s.num_kv_heads * s.head_dim for s in specs) * dtype.itemsize
         decodes, chunks = [], []
         first = 0
         for index, (new, total) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
@@ -131,7 +137,9 @@ class CpuPagedAttention:
         groups = _group_by_length(decodes, max_tokens=GATHER_BYTES // token_bytes)
         return WindowPlan(
             groups=tuple(_decode_group(group, tables_BM, size, dtype) for group in groups),
-            chunks=tuple(_plan_chunks(chunks, window, tables_BM, size, dtype)),
+            chunks=tuple(
+                _plan_chunks(chunks, window, tables_BM, size, dtype, gather_all=self.cache.dtype == FP8)
+            ),
         )
 
     def run(
@@ -147,16 +155,16 @@ class CpuPagedAttention:
         spec = self.specs[layer]
         q_THd, k_TGd = rotate(q_THd, *rotation), rotate(k_TGd, *rotation)
         self.cache.write(layer, plan.slot_mapping_T, k_TGd, v_TGd)
-        keys, values = self.cache.keys[layer].flatten(0, 1), self.cache.values[layer].flatten(0, 1)
         work = plan.by_window[spec.sliding_window]
         out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
         for group in work.groups:
-            out_THd.index_copy_(0, group.rows_B, _attend_group(q_THd, keys, values, group, spec))
+            k_SGd, v_SGd = self.cache.gather(layer, group.slots_BL.flatten(), q_THd.dtype)
+            out_THd.index_copy_(0, group.rows_B, _attend_group(q_THd, k_SGd, v_SGd, group, spec))
         for chunk in work.chunks:
             if chunk.slots_L is None:
                 k_LGd, v_LGd = k_TGd[chunk.rows], v_TGd[chunk.rows]
             else:
-                k_LGd, v_LGd = keys.index_select(0, chunk.slots_L), values.index_select(0, chunk.slots_L)
+                k_LGd, v_LGd = self.cache.gather(layer, chunk.slots_L, q_THd.dtype)
             for tile in chunk.tiles:
                 out_THd[chunk.rows][tile.queries] = _attend_tile(
                     q_THd[chunk.rows][tile.queries], k_LGd[tile.keys], v_LGd[tile.keys], tile.mask_QL, spec
@@ -222,14 +230,13 @@ def _decode_group(
 
 
 def _attend_group(
-    q_THd: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: DecodeGroup, spec: AttentionSpec
+    q_THd: torch.Tensor, k_SGd: torch.Tensor, v_SGd: torch.Tensor, group: DecodeGroup, spec: AttentionSpec
 ) -> torch.Tensor:
-    """(B, H, d) of the group's sequences. keys, values: (slots, G, d)."""
+    """(B, H, d) of the group's sequences. S: its B * L slots."""
     num_seqs, longest = group.slots_BL.shape
     shape = (num_seqs, longest, spec.num_kv_heads, spec.head_dim)
-    slots = group.slots_BL.flatten()
-    k_BGLd = keys.index_select(0, slots).view(shape).transpose(1, 2)
-    v_BGLd = values.index_select(0, slots).view(shape).transpose(1, 2)
+    k_BGLd = k_SGd.view(shape).transpose(1, 2)
+    v_BGLd = v_SGd.view(shape).transpose(1, 2)
     q_BGrd = q_THd.index_select(0, group.rows_B).view(num_seqs, spec.num_kv_heads, -1, spec.head_dim)
     out_BGrd = scaled_dot_product_attention(
         q_BGrd, k_BGLd, v_BGLd, attn_mask=group.mask_B11L, scale=spec.scale
@@ -238,9 +245,17 @@ def _attend_group(
 
 
 def _plan_chunks(
-    spans: list[_Span], window: int | None, tables_BM: torch.Tensor, block_size: int, dtype: torch.dtype
+    spans: list[_Span],
+    window: int | None,
+    tables_BM: torch.Tensor,
+    block_size: int,
+    dtype: torch.dtype,
+    gather_all: bool,
 ) -> list[Chunk]:
-    """Cut each sequence's new tokens into tiles, which all share one mask."""
+    """Cut each sequence's new tokens into tiles, which all share one mask.
+
+    gather_all: new tokens are read back too, since the cache has rounded them and a later chunk will see that.
+    """
     cuts = [_cut(span, window) for span in spans]
     masked = [cut for cuts_of_span in cuts for cut in cuts_of_span if not cut.plainly_causal(window)]
     mask_QL = _band_mask(
@@ -252,7 +267,7 @@ def _plan_chunks(
     return [
         Chunk(
             rows=slice(span.first_row, span.first_row + span.num_new),
-            slots_L=_slots(span, tables_BM, block_size) if span.num_new < span.end else None,
+            slots_L=_slots(span, tables_BM, block_size) if gather_all or span.num_new < span.end else None,
             tiles=tuple(
                 Tile(
                     queries=slice(cut.first - span.start, cut.end - span.start),

@@ -1,6 +1,10 @@
 """The paged KV cache of one rank.
 
-Legend: T tokens, G KV heads, d head size. A *slot* is one token's place: block * block_size + offset in block.
+Keys and values are kept in the model's dtype, or rounded to FP8 (e4m3): half the memory, and half of what decoding reads.
+An FP8 byte stands for payload * scale; there is one scale per layer for keys and one for values. Scales are 1 here, so
+that values beyond +-448 are cut; checkpoints with calibrated scales are not read yet.
+
+Legend: T tokens, L tokens of a sequence, G KV heads, d head size. A *slot* is one token's place: block * block_size + offset in block.
 """
 
 from __future__ import annotations
@@ -9,6 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
+from moe_runtime.quantization import FP8, FP8_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +30,14 @@ class KVCache:
     values: tuple[torch.Tensor, ...]
     num_blocks: int
     block_size: int
+    key_scales: tuple[float, ...]
+    """Per layer; 1 unless the cache is FP8."""
+    value_scales: tuple[float, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is stored."""
+        return self.keys[0].dtype
 
     @classmethod
     def allocate(
@@ -49,6 +63,8 @@ class KVCache:
             values=tuple(one(spec) for spec in specs),
             num_blocks=num_blocks,
             block_size=block_size,
+            key_scales=(1.0,) * len(specs),
+            value_scales=(1.0,) * len(specs),
         )
 
     @staticmethod
@@ -60,8 +76,29 @@ class KVCache:
         self, layer: int, slot_mapping_T: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor
     ) -> None:
         """Store each token's key and value at its slot. slot_mapping_T: int64, no slot twice."""
-        for tensor, new_TGd in ((self.keys[layer], k_TGd), (self.values[layer], v_TGd)):
-            tensor.view(-1, *tensor.shape[2:]).index_copy_(0, slot_mapping_T, new_TGd)
+        stored = (
+            (self.keys[layer], self.key_scales[layer], k_TGd),
+            (self.values[layer], self.value_scales[layer], v_TGd),
+        )
+        for tensor, scale, new_TGd in stored:
+            if self.dtype == FP8:
+                new_TGd = (new_TGd.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+            _slots(tensor).index_copy_(0, slot_mapping_T, _bytes(new_TGd))
+
+    def gather(
+        self, layer: int, slots_L: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values at these slots, (L, G, d) each, in `dtype`. slots_L: int64."""
+        return (
+            self._read(self.keys[layer], self.key_scales[layer], slots_L, dtype),
+            self._read(self.values[layer], self.value_scales[layer], slots_L, dtype),
+        )
+
+    def _read(
+        self, tensor: torch.Tensor, scale: float, slots_L: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        read = _slots(tensor).index_select(0, slots_L).view(tensor.dtype)
+        return (read.float() * scale).to(dtype) if tensor.dtype == FP8 else read.to(dtype)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination), in every layer.
@@ -74,4 +111,15 @@ class KVCache:
         assert len({destination for _, destination in pairs}) == len(pairs), f"destination twice in {pairs}"
         source, destination = torch.tensor(pairs, dtype=torch.int64, device=self.keys[0].device).unbind(1)
         for tensor in (*self.keys, *self.values):
-            tensor.index_copy_(0, destination, tensor.index_select(0, source))
+            stored = _bytes(tensor)
+            stored.index_copy_(0, destination, stored.index_select(0, source))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """FP8 as bytes, which torch can index on every device; other types as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
+
+
+def _slots(tensor: torch.Tensor) -> torch.Tensor:
+    """(slots, G, d) of a layer's keys or values, without a copy."""
+    return _bytes(tensor).flatten(0, 1)

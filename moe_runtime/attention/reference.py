@@ -1,7 +1,8 @@
 """Attention as its formula says, one sequence at a time in float32: the oracle for the other backends.
 
 softmax(scale * q k^T) v over the tokens a query may see (itself, those before it, no further back than the
-sliding window); query head h uses KV head h // (H / G), as in grouped-query attention (arXiv 2305.13245).
+sliding window), scores soft-capped first where the layer says so; query head h uses KV head h // (H / G), as in
+grouped-query attention (arXiv 2305.13245). Keys and values are what the cache holds, rounding to FP8 included.
 
 Legend: T tokens, H query heads, G KV heads, d head size, L tokens of one sequence, Q its new tokens.
 """
@@ -18,9 +19,10 @@ from moe_runtime.layers.rope import rotate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from moe_runtime.attention.base import AttentionNeed, AttentionSpec, Rotation
+    from moe_runtime.attention.base import AttentionNeed, AttentionSpec
     from moe_runtime.attention.kv_cache import KVCache
     from moe_runtime.core import ForwardBatch
+    from moe_runtime.layers.rope import Rotation
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,18 @@ class ReferenceAttention:
         spec = self.specs[layer]
         q_THd, k_TGd = rotate(q_THd, *rotation), rotate(k_TGd, *rotation)
         self.cache.write(layer, plan.slot_mapping_T, k_TGd, v_TGd)
-        keys, values = self.cache.keys[layer].flatten(0, 1), self.cache.values[layer].flatten(0, 1)
         out_THd = torch.empty_like(q_THd)
         for first, new, slots_L in plan.sequences:
             rows = slice(first, first + new)
-            out_THd[rows] = _attend(q_THd[rows], keys[slots_L], values[slots_L], spec).to(q_THd.dtype)
+            k_LGd, v_LGd = self.cache.gather(layer, slots_L, torch.float32)
+            out_THd[rows] = _attend(q_THd[rows], k_LGd, v_LGd, spec).to(q_THd.dtype)
         return out_THd
 
 
 def _attend(
     q_QHd: torch.Tensor, k_LGd: torch.Tensor, v_LGd: torch.Tensor, spec: AttentionSpec
 ) -> torch.Tensor:
-    """Attention of a sequence's last Q tokens over its L tokens; float32 (Q, H, d)."""
+    """Attention of a sequence's last Q tokens over its L tokens, which are float32; float32 (Q, H, d)."""
     num_new, num_all = q_QHd.shape[0], k_LGd.shape[0]
     heads_per_group = spec.num_heads // spec.num_kv_heads
     out_QHd = torch.empty(q_QHd.shape, dtype=torch.float32, device=q_QHd.device)
@@ -97,6 +99,8 @@ def _attend(
         start = 0 if spec.sliding_window is None else max(0, end - spec.sliding_window)
         for head in range(spec.num_heads):
             group = head // heads_per_group
-            scores = k_LGd[start:end, group].float() @ q_QHd[query, head].float() * spec.scale
-            out_QHd[query, head] = scores.softmax(0) @ v_LGd[start:end, group].float()
+            scores = k_LGd[start:end, group] @ q_QHd[query, head].float() * spec.scale
+            if spec.logit_soft_cap is not None:
+                scores = spec.logit_soft_cap * torch.tanh(scores / spec.logit_soft_cap)
+            out_QHd[query, head] = scores.softmax(0) @ v_LGd[start:end, group]
     return out_QHd

@@ -63,6 +63,8 @@ class Dispatcher(Protocol):
     8. A dead or late peer raises LockstepError; nothing hangs.
     9. Any number of experts and ranks: E not divisible by N, N larger than E, replicas, ranks with no expert.
     10. close() is idempotent and leaves no file behind.
+    11. A call may be made before results of earlier ones have been waited for, and these may be waited for in any order.
+        How many calls travel at the same time is up to the dispatcher; one too many finishes the oldest first.
     """
 
     name: str

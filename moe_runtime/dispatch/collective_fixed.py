@@ -21,7 +21,8 @@ import torch
 from moe_runtime.core import DispatchPlan, ExpertBatch
 from moe_runtime.dispatch.all_to_all import all_to_all, as_bytes
 from moe_runtime.dispatch.base import Deferred
-from moe_runtime.dispatch.rows import positions_of_pairs, sort_by_slot, sum_in_k_order
+from moe_runtime.dispatch.grouping import group_pairs
+from moe_runtime.dispatch.rows import sum_in_k_order
 from moe_runtime.dispatch.waiting import wait_work
 
 if TYPE_CHECKING:
@@ -34,10 +35,8 @@ if TYPE_CHECKING:
 class FixedHandle:
     """What combine needs of its dispatch: tensors on the device only."""
 
-    pair_S: torch.Tensor
-    """The (block row, k) pair of each expert row."""
-    slot_RK: torch.Tensor
-    """Of the N * C block rows."""
+    position_RK: torch.Tensor
+    """For the N * C block rows: the expert row of each pair, -1 for none."""
     weights_RK: torch.Tensor | None
     """float32 routing weights of the block rows, for `per_rank`."""
 
@@ -80,7 +79,7 @@ class FixedExchange:
 
     def combine(self, y_SD: torch.Tensor, handle: FixedHandle, plan: DispatchPlan) -> Deferred[torch.Tensor]:
         """The results are under way on return. Raises LockstepError."""
-        position_RK = positions_of_pairs(handle.pair_S, handle.slot_RK)
+        position_RK = handle.position_RK
         if handle.weights_RK is not None:
             rows = sum_in_k_order(y_SD, position_RK, handle.weights_RK, all_present=False)
         elif y_SD.shape[0] == 0:
@@ -106,16 +105,18 @@ class FixedExchange:
         self, tokens: torch.Tensor, words_RW: torch.Tensor, rows_per_block: int, plan: DispatchPlan
     ) -> ExpertBatch:
         K, C = plan.global_slot_TK.shape[1], words_RW.shape[0] // plan.num_ranks
-        slot_RK = words_RW[:, :K]
-        pair_S, num_rows_p = sort_by_slot(slot_RK, plan.slots_per_rank)
+        grouping = group_pairs(words_RW[:, :K].long(), plan.slots_per_rank)
+        pair_S = grouping.pair_S
+        if pair_S.device.type == "cpu":
+            pair_S = pair_S[: int(grouping.num_rows_p.sum())]
         row_S = torch.div(pair_S, K, rounding_mode="floor")
         block_S = torch.div(row_S, C, rounding_mode="floor")
         weights = words_RW[:, K:].contiguous().view(torch.float32) if self.per_rank else None
         return ExpertBatch(
             tokens_RD=tokens,
             row_index_S=row_S + block_S * (rows_per_block - C),
-            num_rows_p=num_rows_p,
-            handle=FixedHandle(pair_S, slot_RK, weights),
+            num_rows_p=grouping.num_rows_p,
+            handle=FixedHandle(grouping.position_TK, weights),
         )
 
 

@@ -6,12 +6,17 @@ Legend: T tokens here, K experts per token, D hidden, S expert rows, p slots per
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from moe_runtime.core import DispatchPlan, ExpertBatch
 from moe_runtime.dispatch.base import Done
-from moe_runtime.dispatch.rows import Traffic, positions_of_pairs, sort_by_slot, sum_in_k_order
+from moe_runtime.dispatch.grouping import Grouping, group_pairs
+from moe_runtime.dispatch.rows import Traffic, sum_in_k_order
+
+if TYPE_CHECKING:
+    from moe_runtime.dispatch.grouping import GroupPairs
 
 
 def unsupported(num_ranks: int) -> str | None:
@@ -29,31 +34,33 @@ class LocalDispatcher:
     num_rows_p.sum() belong to pairs with slot -1; whatever is computed for them is dropped.
     """
 
+    group: GroupPairs = group_pairs
     name: str = "local"
     traffic: Traffic = field(default_factory=Traffic)
 
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Done[ExpertBatch]:
         """The pairs (token, slot) sorted by slot, then token."""
-        K = plan.global_slot_TK.shape[1]
-        pair_S, num_rows_p = sort_by_slot(plan.global_slot_TK, plan.slots_per_rank)
+        grouping = self.group(plan.global_slot_TK, plan.slots_per_rank)
+        pair_S = grouping.pair_S
+        if pair_S.device.type == "cpu":
+            pair_S = pair_S[: int(grouping.num_rows_p.sum())]
         self.traffic.dispatches += 1
         return Done(
             ExpertBatch(
                 tokens_RD=x_TD,
-                row_index_S=torch.div(pair_S, K, rounding_mode="floor"),
-                num_rows_p=num_rows_p,
-                handle=pair_S,
+                row_index_S=torch.div(pair_S, plan.global_slot_TK.shape[1], rounding_mode="floor"),
+                num_rows_p=grouping.num_rows_p,
+                handle=grouping,
             )
         )
 
     def combine(self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan) -> Done[torch.Tensor]:
         """Sums each token's rows of y_SD with its routing weights, in float32 and in k order. Returns (T, D)."""
-        pair_S: torch.Tensor = batch.handle
-        slot_TK = plan.global_slot_TK
-        all_present = pair_S.device.type == "cpu" and pair_S.shape[0] == slot_TK.numel()
-        position_TK = positions_of_pairs(pair_S, slot_TK)
+        grouping: Grouping = batch.handle
+        rows = batch.row_index_S
+        all_present = rows.device.type == "cpu" and rows.shape[0] == plan.global_slot_TK.numel()
         self.traffic.combines += 1
-        return Done(sum_in_k_order(y_SD, position_TK, plan.topk_weights_TK, all_present=all_present))
+        return Done(sum_in_k_order(y_SD, grouping.position_TK, plan.topk_weights_TK, all_present=all_present))
 
     def close(self) -> None:
         """Nothing to release."""

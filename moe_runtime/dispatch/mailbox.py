@@ -106,9 +106,13 @@ def slab_capacity(slab: int, row_bytes: int, topk: int) -> int:
 class Mailboxes:
     """Sends and receives the messages of one rank, one exchange at a time."""
 
-    def __init__(self, heap: SharedHeap, slab: int, step_timeout: float, is_alive: IsAlive) -> None:
+    def __init__(
+        self, heap: SharedHeap, slab: int, step_timeout: float, is_alive: IsAlive, first_byte: int = 0
+    ) -> None:
+        """first_byte: where its 2 * (num_ranks - 1) slabs begin in every segment, a multiple of 64."""
         self.rank, self.num_ranks = heap.rank, heap.num_ranks
         self._heap = heap
+        self._first_byte = first_byte
         self._slab_bytes = slab
         self._timeout = step_timeout
         self._is_alive = is_alive
@@ -175,7 +179,7 @@ class Mailboxes:
 
     def _offset(self, owner: int, source: int, parity: int) -> int:
         place = (source - owner - 1) % self.num_ranks
-        return (parity * (self.num_ranks - 1) + place) * self._slab_bytes
+        return self._first_byte + (parity * (self.num_ranks - 1) + place) * self._slab_bytes
 
     def _make_view(
         self, owner: int, source: int, parity: int, row_elements: int, topk: int, dtype: torch.dtype

@@ -1,8 +1,10 @@
 """Tokens are stored straight into the memory of the rank that needs them, over a shared-memory heap.
 
 dispatch() and combine() store this rank's messages and return; wait() on their result receives the peers', so
-work placed between the two (a shared expert) overlaps with slower ranks. A call first finishes the one before it
-if that has not been waited for yet. `mailbox` has the protocol and its picture.
+work placed between the two (a shared expert) overlaps with slower ranks. `in_flight` calls may be under way at a time,
+each with mailboxes of its own, which calls use in turn; one more call first finishes the oldest. Calls are finished in
+the order in which they were made, so that ranks never wait for one another's later ones. `mailbox` has the protocol
+and its picture.
 
 A message longer than its slab goes in rounds. Each header says how many rounds its sender needs, so after the
 first one all ranks know the largest number, and do that many.
@@ -12,6 +14,7 @@ Legend: T tokens here, K experts per token, D hidden, N ranks, R token rows, S e
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +25,7 @@ from moe_runtime.core import DispatchPlan, ExpertBatch
 from moe_runtime.dispatch import heap_shm
 from moe_runtime.dispatch.base import Deferred, sums_per_rank
 from moe_runtime.dispatch.combining import OwnPairs, own_pairs, partial_sums, sum_returned, words_beside
+from moe_runtime.dispatch.heap_delay import delay_words
 from moe_runtime.dispatch.mailbox import (
     HEADER_BYTES,
     Call,
@@ -50,18 +54,19 @@ def unsupported(
     row_bytes: int,
     topk: int,
     combine: str = "exact",
+    in_flight: int = 1,
 ) -> str | None:
     """Why the one-sided dispatcher cannot serve this, or None.
 
     `buffer_bytes`: shared memory per rank; `free_shm_bytes`: what heap_shm.free_shm_bytes() says before any rank has
-    reserved; `row_bytes`: the widest token row.
+    reserved; `row_bytes`: the widest token row; `in_flight`: calls under way at a time, which share the buffer.
     """
     reason = heap_shm.unsupported(same_host, device_type)
     if reason is not None:
         return reason
     words = _words(topk, combine)
-    needed = segment_bytes(num_ranks, 1, row_bytes, words)
-    if slab_capacity(slab_bytes(num_ranks, buffer_bytes), row_bytes, words) < 1:
+    needed = in_flight * segment_bytes(num_ranks, 1, row_bytes, words)
+    if slab_capacity(slab_bytes(num_ranks, buffer_bytes // in_flight), row_bytes, words) < 1:
         return f"a buffer of {buffer_bytes} bytes per rank cannot hold a row per peer, which takes {needed}"
     if num_ranks * buffer_bytes > free_shm_bytes:
         return (
@@ -92,6 +97,8 @@ class OneSidedDispatcher:
     all_gather_text: how ranks meet during construction, which is collective. hidden_size, topk, dtype: the widest rows of any layer.
     buffer_bytes: shared memory of each rank. step_timeout: seconds that a peer may be late.
     is_alive(rank): whether a peer's process still runs. combine: `exact` or `per_rank`, see Dispatcher.
+    in_flight: calls that may be under way at a time; they share the buffer.
+    delay_s: hold every message back by this long, to try out a slower network.
     Raises CapacityError if the buffer cannot hold one row per peer or /dev/shm cannot hold the buffers.
     """
 
@@ -110,20 +117,29 @@ class OneSidedDispatcher:
         step_timeout: float,
         is_alive: IsAlive,
         combine: str = "exact",
+        in_flight: int = 1,
+        delay_s: float = 0.0,
     ) -> None:
         self.traffic = Traffic()
         self._per_rank = sums_per_rank(combine)
-        slab = slab_bytes(num_ranks, buffer_bytes)
+        slab = slab_bytes(num_ranks, buffer_bytes // in_flight)
         words = _words(topk, combine)
-        needed = segment_bytes(num_ranks, 1, hidden_size * dtype.itemsize, words)
+        needed = in_flight * segment_bytes(num_ranks, 1, hidden_size * dtype.itemsize, words)
         if slab_capacity(slab, hidden_size * dtype.itemsize, words) < 1:
             raise CapacityError(
                 f"dispatch buffer of {buffer_bytes} bytes: one row of {hidden_size} x {dtype} per peer needs {needed}"
                 f" bytes per rank with {num_ranks} ranks (dispatch_buffer_mib >= {-(-needed >> 20)})"
             )
-        heap = heap_shm.SharedHeap(rank, all_gather_text, slab * 2 * max(1, num_ranks - 1))
-        self._mail = Mailboxes(heap, slab, step_timeout, is_alive)
-        self._last: _Transfer | None = None
+        boxes_bytes = slab * 2 * max(1, num_ranks - 1)
+        heap = heap_shm.SharedHeap(rank, all_gather_text, boxes_bytes * in_flight)
+        if delay_s:
+            delay_words(heap, delay_s)
+        self._mail = [
+            Mailboxes(heap, slab, step_timeout, is_alive, first_byte=i * boxes_bytes)
+            for i in range(in_flight)
+        ]
+        self._next_mail = 0
+        self._under_way: deque[_Transfer] = deque()
 
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Deferred[ExpertBatch]:
         """Stores the rows at their destinations; wait() receives. x_TD must not change until then.
@@ -179,23 +195,26 @@ class OneSidedDispatcher:
 
     def close(self) -> None:
         """Give the shared memory back. Idempotent."""
-        self._last = None
-        self._mail.close()
+        self._under_way.clear()
+        for mail in self._mail:
+            mail.close()
 
     def _post(
         self, x: torch.Tensor, index_M: torch.Tensor, slot_MK: Int32Array, rows_N: list[int], call: Call
     ) -> _Transfer:
-        if self._last is not None:
-            self._last.finish()
-        self._last = _Transfer(self._mail, self.traffic, x, index_M, slot_MK, rows_N, call)
-        return self._last
+        if len(self._under_way) == len(self._mail):
+            self._under_way.popleft().finish()
+        mail = self._mail[self._next_mail]
+        self._next_mail = (self._next_mail + 1) % len(self._mail)
+        transfer = _Transfer(mail, self.traffic, x, index_M, slot_MK, rows_N, call)
+        self._under_way.append(transfer)
+        return transfer
 
     def _finish(self, transfer: _Transfer) -> tuple[torch.Tensor, Int32Array, list[int]]:
-        result = transfer.finish()
-        if self._last is transfer:
-            # It holds the rows it sent; they should not live until the next layer.
-            self._last = None
-        return result
+        # It holds the rows it sent; they should not live until the next layer.
+        while transfer in self._under_way:
+            self._under_way.popleft().finish()
+        return transfer.finish()
 
 
 class _Transfer:

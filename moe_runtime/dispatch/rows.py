@@ -145,31 +145,6 @@ def starts(sizes: Sequence[int]) -> list[int]:
     return result
 
 
-def sort_by_slot(slot_RK: torch.Tensor, slots_per_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """On the device: the (row, k) pairs of local slots, as row * K + k, by slot and then row; and the rows per slot.
-
-    slot_RK: integers, -1 for none. On the CPU only pairs with a slot; elsewhere, where the host reads nothing, all R * K,
-    those without a slot last. Both int64.
-    """
-    slot = slot_RK.reshape(-1)
-    # Pairs without an expert sort behind the last slot.
-    key = torch.where(slot >= 0, slot, slots_per_rank).to(torch.int64)
-    pair_S = key.argsort(stable=True)
-    num_rows_p = torch.zeros(slots_per_rank + 1, dtype=torch.int64, device=slot.device)
-    num_rows_p = num_rows_p.scatter_add_(0, key, torch.ones_like(key))[:slots_per_rank]
-    if slot.device.type == "cpu":
-        pair_S = pair_S[: int(num_rows_p.sum())]
-    return pair_S, num_rows_p
-
-
-def positions_of_pairs(pair_S: torch.Tensor, slot_RK: torch.Tensor) -> torch.Tensor:
-    """The inverse of `sort_by_slot`: (R, K) int64, where each pair stands among the S, -1 for one without a slot."""
-    position = torch.full((slot_RK.numel(),), -1, dtype=torch.int64, device=pair_S.device)
-    position[pair_S] = torch.arange(pair_S.shape[0], device=pair_S.device)
-    position = position.view(slot_RK.shape)
-    return position if pair_S.device.type == "cpu" else position.masked_fill_(slot_RK < 0, -1)
-
-
 def sum_in_k_order(
     returned_SD: torch.Tensor, position_TK: torch.Tensor, weights_TK: torch.Tensor, *, all_present: bool
 ) -> torch.Tensor:

@@ -14,13 +14,17 @@ from moe_runtime.engine.control import Control
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.messages import Ready
 from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
+from moe_runtime.engine.overlap import OverlapModel
 from moe_runtime.engine.scheduler import Scheduler
-from moe_runtime.errors import CapacityError, ConfigError
+from moe_runtime.errors import BackendUnavailable, CapacityError, ConfigError
+from moe_runtime.layers.invariant import row_dependence
 from moe_runtime.models.quantized import with_expert_scheme
 from moe_runtime.models.registry import load_adapter, load_spec
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.moe import ExpertParallelMoe
 from moe_runtime.placement.layout import contiguous, layer_placement
+from moe_runtime.profiling.timeline import Timeline
+from moe_runtime.profiling.trace import StepTrace
 from moe_runtime.topology import free_memory_bytes
 from moe_runtime.weights.loader import load_weights, weight_bytes
 
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     from moe_runtime.dispatch.base import Dispatcher
     from moe_runtime.engine.rank_link import RankLink
     from moe_runtime.experts.base import ExpertKernel
+    from moe_runtime.experts.router import Router
+    from moe_runtime.layers.ops import LayerOps
     from moe_runtime.models.decoder import Decoder
     from moe_runtime.topology import Topology
 
@@ -45,6 +51,8 @@ class RankBuilder:
     decoder: Decoder
     dispatcher: Dispatcher
     kernel: ExpertKernel
+    router: Router
+    ops: LayerOps
     cache: KVCache
     attention: AttentionBackend
 
@@ -99,20 +107,34 @@ class RankBuilder:
             self.dtype,
             self.topology.device,
             progress=lambda share: self.report("loading weights", 0.01 + 0.94 * share),
+            router=self.router,
+            ops=self.ops,
         )
+        if self.config.deterministic:
+            check_invariance(self.decoder)
 
     def connect(self) -> None:
-        """Dispatcher and kernels."""
+        """Dispatcher, what experts and layers are computed with, and what watches them."""
+        self.timeline = Timeline()
+        self.trace = StepTrace(
+            self.timeline, Path(self.config.trace_dir), self.topology.rank, self.config.trace_steps
+        )
         what = self.config, self.spec, self.dtype, self.topology
         self.dispatcher, dispatcher = backends.make_dispatcher(*what)
         self.kernel, kernel = backends.make_experts(*what)
-        self.choices = [dispatcher, kernel]
+        self.router, router = backends.make_router(self.config, self.topology)
+        self.ops, ops = backends.make_layer_ops(*what)
+        overlap = backends.choose_overlap(self.config, self.topology)
+        self.overlap = OverlapModel(overlap.name, log=self.topology.rank == 0)
+        self.choices = [dispatcher, kernel, router, ops, overlap]
 
     def reserve(self) -> None:
         """The KV cache."""
         self.report("reserving the KV cache", 0.95)
         self.cache = allocate_cache(self.config, self.spec, self.dtype, self.max_model_len, self.topology)
-        self.attention, attention = backends.make_attention(self.config, self.spec, self.cache, self.topology)
+        self.attention, attention = backends.make_attention(
+            self.config, self.spec, self.dtype, self.cache, self.topology
+        )
         self.choices.append(attention)
 
     def engine(self, link: RankLink) -> Engine:
@@ -126,9 +148,10 @@ class RankBuilder:
             decoder=self.decoder,
             cache=self.cache,
             attention=self.attention,
-            moe=ExpertParallelMoe(self.dispatcher, self.kernel, placements, topology.rank),
+            moe=ExpertParallelMoe(self.dispatcher, self.kernel, placements, topology.rank, self.timeline),
             block_size=config.block_size,
             device=topology.device,
+            trace=self.trace,
         )
         scheduler = Scheduler(
             BlockManager(self.num_kv_blocks, config.block_size, config.enable_prefix_caching),
@@ -136,7 +159,8 @@ class RankBuilder:
             config.max_num_batched_tokens,
             self.max_model_len,
         )
-        return Engine(topology.rank, scheduler, runner, Control(topology, config.step_timeout), link)
+        control = Control(topology, config.step_timeout)
+        return Engine(topology.rank, scheduler, runner, control, link, self.overlap)
 
     @property
     def num_kv_blocks(self) -> int:
@@ -155,9 +179,20 @@ class RankBuilder:
                 "architecture": self.spec.architecture,
                 "device": str(self.topology.device),
                 "dtype": str(self.dtype).removeprefix("torch."),
+                "kv_cache_dtype": str(self.cache.dtype).removeprefix("torch."),
                 "quantization": self.spec.expert_scheme.name if self.spec.expert_scheme else "none",
                 "slots_per_rank": str(len(self.placement.slots[0][0])),
                 **{choice.what: choice.name for choice in self.choices},
                 **{f"{choice.what}_reason": choice.why for choice in self.choices},
             },
         )
+
+
+def check_invariance(decoder: Decoder) -> None:
+    """Raises BackendUnavailable if this machine's matrix library cannot keep the promise of --deterministic."""
+    weights: list[torch.Tensor] = [p for p in decoder.parameters() if p.dim() == 2]
+    weights += [p[0] for p in decoder.parameters() if p.dim() == 3 and p.shape[0]]
+    for weight in {(tuple(w.shape), w.dtype): w for w in weights}.values():
+        problem = row_dependence(weight)
+        if problem is not None:
+            raise BackendUnavailable(f"--deterministic: {problem}")

@@ -23,12 +23,36 @@ class Header:
     """Steps taken so far; must agree."""
     num_tokens: int
     """Tokens it will compute in this step; 0 takes part all the same."""
+    first_tokens: int
+    """How many of them are in the first half, if the step is cut in two (`overlap.half`)."""
     has_work: int
     """1 if it has any sequence, even one that cannot run in this step."""
     last_tick: int
     """Number of the last front-end message seen."""
     stop: int
     """1 if it was told to stop."""
+    forward_us: int = 0
+    """How long its last forward pass took; 0 once that has been told."""
+    wait_us: int = 0
+    """How long it waited for other ranks' rows in it."""
+    experts_us: int = 0
+    """How long it computed experts in it."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Microseconds of a forward pass, put together from all ranks."""
+
+    forward_us: int
+    """Of the slowest rank."""
+    wait_us: int
+    """Of the rank that waited least: the last to come, which waits for rows on their way and for no rank."""
+    experts_us: int
+    """Of the busiest rank."""
+
+    @property
+    def compute_us(self) -> int:
+        return self.forward_us - self.wait_us
 
 
 @dataclass(frozen=True)
@@ -36,12 +60,16 @@ class Agreement:
     """What follows from all headers; the same on every rank."""
 
     max_num_tokens: int
+    max_halves: tuple[int, int]
+    """Largest first and second half on any rank, if the step is cut in two."""
     any_work: bool
     max_tick: int
     same_tick: bool
     """All have seen the same front-end messages, so all may go idle."""
     stop: bool
     """All were told to stop."""
+    last_times: StepTimes | None
+    """Of the step before, if its times have not been told yet."""
 
 
 class Control:
@@ -75,4 +103,20 @@ class Control:
             max_tick=max(ticks),
             same_tick=min(ticks) == max(ticks),
             stop=all(h.stop for h in headers),
+            max_halves=(
+                max(h.first_tokens for h in headers),
+                max(h.num_tokens - h.first_tokens for h in headers),
+            ),
+            last_times=_slowest(headers),
         )
+
+
+def _slowest(headers: list[Header]) -> StepTimes | None:
+    # All ranks take every step, so all have times to tell, or none has.
+    if not headers[0].forward_us:
+        return None
+    return StepTimes(
+        forward_us=max(h.forward_us for h in headers),
+        wait_us=min(h.wait_us for h in headers),
+        experts_us=max(h.experts_us for h in headers),
+    )

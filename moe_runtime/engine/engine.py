@@ -21,6 +21,7 @@ from moe_runtime.engine.messages import (
     Submit,
     Tick,
 )
+from moe_runtime.engine.overlap import OverlapModel, Way, half
 from moe_runtime.errors import RequestError
 from moe_runtime.sampling.sampler import SampledToken, SamplingError, sample
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from moe_runtime.core import StepPlan
-    from moe_runtime.engine.control import Agreement, Control
+    from moe_runtime.engine.control import Agreement, Control, StepTimes
     from moe_runtime.engine.model_runner import ModelRunner
     from moe_runtime.engine.rank_link import RankLink
     from moe_runtime.engine.scheduler import Scheduler
@@ -45,10 +46,13 @@ class Engine:
     runner: ModelRunner
     control: Control
     link: RankLink
+    overlap: OverlapModel
     stopping: bool = False
     stats: RankStats = field(default_factory=RankStats)
     arrivals: dict[str, float] = field(default_factory=dict)
     """When those came that no step has had yet, by request id and time.perf_counter()."""
+    times: StepTimes | None = None
+    """This rank's, of the last step, until they have been told in a header."""
 
     def run(self) -> None:
         """Step until all ranks were told to stop. Raises LockstepError if a peer is lost."""
@@ -56,6 +60,8 @@ class Engine:
             self.handle(self.link.drain())
             plan = self.scheduler.schedule()
             agreed = self.control.exchange(self._header(plan))
+            if agreed.last_times is not None:
+                self.overlap.observe(agreed.last_times)
             if agreed.stop:
                 return
             if agreed.max_num_tokens > 0:
@@ -69,7 +75,10 @@ class Engine:
     def step(self, plan: StepPlan, agreed: Agreement) -> None:
         """Compute the plan with the other ranks, sample, and report."""
         self._count(plan)
-        logits = self.runner.execute(plan, agreed.max_num_tokens)
+        way = self.overlap.choose(agreed)
+        self.stats.two_batch_steps += way is Way.TWO_BATCHES
+        self.stats.chunked_steps += way is Way.CHUNKS
+        logits, self.times = self.runner.execute(plan, agreed, way)
         sampling = [item.sequence for item in plan.scheduled if item.samples]
         sampled, failures = sample_each(logits, sampling)
         self.scheduler.commit(plan, [token.token_id for token in sampled])
@@ -139,12 +148,17 @@ class Engine:
                 stats.queue_times_s.add(now - arrived, REQUEST_TIME_BOUNDS)
 
     def _header(self, plan: StepPlan) -> Header:
+        times, self.times = self.times, None
         return Header(
             step=self.stats.steps,
             num_tokens=plan.num_tokens,
+            first_tokens=half(plan),
             has_work=int(self.scheduler.has_work),
             last_tick=self.link.last_tick,
             stop=int(self.stopping),
+            forward_us=times.forward_us if times else 0,
+            wait_us=times.wait_us if times else 0,
+            experts_us=times.experts_us if times else 0,
         )
 
     def _report(self, updates: list[SequenceUpdate]) -> None:

@@ -121,6 +121,10 @@ class RankStats(msgspec.Struct):
     prefix_hits: int = 0
     preemptions: int = 0
     steps: int = 0
+    two_batch_steps: int = 0
+    """Steps of which one half was computed while the other half's tokens travelled."""
+    chunked_steps: int = 0
+    """Steps whose MoE rows travelled in chunks."""
     step_tokens: int = 0
     """Tokens computed in the last step."""
     tokens_of_steps: Distribution = msgspec.field(

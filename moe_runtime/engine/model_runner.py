@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe_runtime.attention.kv_cache import KVCache
 from moe_runtime.core import ForwardBatch
+from moe_runtime.engine.control import StepTimes
+from moe_runtime.engine.overlap import Way, half, split
 from moe_runtime.errors import CapacityError
 from moe_runtime.experts.cpu import DEQUANT_TILE
-from moe_runtime.quantization import GROUP
+from moe_runtime.profiling.timeline import EXPERTS, WAIT
+from moe_runtime.quantization import FP8, GROUP
 from moe_runtime.topology import free_memory_bytes
 
 if TYPE_CHECKING:
     from moe_runtime.attention.base import AttentionBackend
     from moe_runtime.config import EngineConfig
     from moe_runtime.core import StepPlan
+    from moe_runtime.engine.control import Agreement
     from moe_runtime.models.decoder import Decoder
     from moe_runtime.models.spec import ModelSpec
     from moe_runtime.moe import ExpertParallelMoe
+    from moe_runtime.profiling.trace import StepTrace
     from moe_runtime.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -73,16 +78,42 @@ class ModelRunner:
     moe: ExpertParallelMoe
     block_size: int
     device: torch.device
+    trace: StepTrace
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, max_num_tokens: int) -> torch.Tensor:
-        """One forward pass, collective over the ranks: float32 logits (sequences that sample, V), in plan order."""
+    def execute(self, plan: StepPlan, agreed: Agreement, way: Way) -> tuple[torch.Tensor, StepTimes]:
+        """One forward pass, collective over the ranks.
+
+        Returns float32 logits (sequences that sample, V), in plan order, and what the pass took on this rank.
+        """
+        timeline = self.moe.timeline
+        timeline.begin_step()
         if plan.block_copies:
             self.cache.copy_blocks(plan.block_copies)
+        if way is Way.TWO_BATCHES:
+            halves = zip(split(plan, half(plan)), agreed.max_halves, strict=True)
+            parts = [self._prepare(part, limit) for part, limit in halves]
+            logits = self.decoder.forward_in_turn(parts, self.attention, self.moe)
+        else:
+            batch, attention_plan = self._prepare(plan, agreed.max_num_tokens)
+            moe = replace(self.moe, chunks=2) if way is Way.CHUNKS else self.moe
+            logits = self.decoder(batch, self.attention, attention_plan, moe)
+        timeline.lap("head")
+        forward_ns = timeline.end_step(tokens=plan.num_tokens, halves=2 if way is Way.TWO_BATCHES else 1)
+        self.trace.step_done()
+        return logits, StepTimes(
+            # A forward pass without MoE layers does not wait; 0 would say that there are no times.
+            forward_us=max(1, forward_ns // 1000),
+            wait_us=timeline.totals_ns[WAIT] // 1000,
+            experts_us=timeline.totals_ns[EXPERTS] // 1000,
+        )
+
+    def _prepare(self, plan: StepPlan, max_num_tokens: int) -> tuple[ForwardBatch, Any]:
         batch = build_batch(plan, self.block_size, max_num_tokens, self.device)
-        return self.decoder(batch, self.attention, self.attention.plan(batch), self.moe)
+        return batch, self.attention.plan(batch)
 
     def close(self) -> None:
+        self.trace.close()
         self.moe.dispatcher.close()
 
 
@@ -95,7 +126,8 @@ def allocate_cache(
     max_model_len tokens would not fit a cache sized from memory.
     """
     specs, block_size = spec.attention_specs(), config.block_size
-    block_bytes = KVCache.bytes_per_block(specs, block_size, dtype)
+    cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
+    block_bytes = KVCache.bytes_per_block(specs, block_size, cache_dtype)
     blocks_per_sequence = -(-max_model_len // block_size)
     free = min(int(n) for n in topology.all_gather_text(str(free_memory_bytes(topology))))
     if config.num_kv_blocks is not None:
@@ -120,7 +152,7 @@ def allocate_cache(
         "KV cache: %d blocks of %d tokens (%s) per rank; %.1f sequences of %d tokens at once",
         num_blocks, block_size, _size(num_blocks * block_bytes), num_blocks / blocks_per_sequence, max_model_len,
     )  # fmt: skip
-    return KVCache.allocate(specs, num_blocks, block_size, dtype, topology.device)
+    return KVCache.allocate(specs, num_blocks, block_size, cache_dtype, topology.device)
 
 
 def step_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, world_size: int) -> int:

@@ -6,12 +6,15 @@ Legend: T tokens, D hidden.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn import functional as F
 
 from moe_runtime.layers.activation import expert_activation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class LayerOps(Protocol):
@@ -35,6 +38,10 @@ class LayerOps(Protocol):
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """(..., 2F), gate then up, to (..., F): act(gate) * up."""
+        ...
+
+    def elementwise(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """function(x), for a function of each element alone that keeps the shape."""
         ...
 
 
@@ -63,6 +70,10 @@ class TorchOps:
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """See LayerOps. Raises ConfigError on an unknown activation."""
         return expert_activation(activation)(gate_up)
+
+    def elementwise(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """See LayerOps."""
+        return function(x)
 
 
 TORCH_OPS = TorchOps()

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from moe_runtime.errors import ConfigError
+from moe_runtime.layers.ops import TORCH_OPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from moe_runtime.layers.ops import LayerOps
 
 LENGTH_DEPENDENT = "its frequencies depend on the sequence's length, which a KV cache cannot follow"
 REFUSED_KINDS = {
@@ -50,6 +53,25 @@ class RopeSpec:
     truncate: bool = True
     attention_factor: float = 1.0
     """Multiplies cos and sin."""
+    partial_rotary_factor: float = 1.0
+    """Share of each head that turns: its first dimensions; the others pass unchanged."""
+    interleaved: bool = False
+    """Pairs are neighbours, (2i, 2i + 1), as in DeepSeek and GPT-J, instead of (i, i + rotary_dim / 2)."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+
+class Rotation(NamedTuple):
+    """How far each token turns, shared by all layers of a step."""
+
+    cos: torch.Tensor
+    """(T, 1, rotary_dim / 2)."""
+    sin: torch.Tensor
+    interleaved: bool = False
+    """See RopeSpec."""
 
 
 def parse_rope(parameters: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> RopeSpec:
@@ -114,8 +136,8 @@ def _parse_yarn(parameters: Mapping[str, Any], max_position_embeddings: int) -> 
 
 
 def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
-    """(head_dim / 2,) float32 on the host: radians per position of each pair of dimensions."""
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    """(rotary_dim / 2,) float32 on the host: radians per position of each pair of dimensions."""
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
     plain = 1.0 / (spec.theta**exponents)
     if spec.kind == "linear":
         return plain / spec.factor
@@ -140,15 +162,15 @@ def _yarn(plain: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
     def dimension(rotations: float) -> float:
         """The dimension that turns so many times within the original context."""
         ratio = spec.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return spec.head_dim * math.log(ratio) / (2 * math.log(spec.theta))
+        return spec.rotary_dim * math.log(ratio) / (2 * math.log(spec.theta))
 
     low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, spec.head_dim - 1)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     if low == high:
         high += 0.001
-    pairs = torch.arange(spec.head_dim // 2, dtype=torch.float32)
+    pairs = torch.arange(spec.rotary_dim // 2, dtype=torch.float32)
     stretch = ((pairs - low) / (high - low)).clamp(0, 1)
     return plain / spec.factor * stretch + plain * (1 - stretch)
 
@@ -161,18 +183,30 @@ class RotaryEmbedding(nn.Module):
 
     inv_freq: torch.Tensor
 
-    def __init__(self, spec: RopeSpec, device: torch.device | str) -> None:
+    def __init__(self, spec: RopeSpec, device: torch.device | str, ops: LayerOps = TORCH_OPS) -> None:
         super().__init__()
         self.register_buffer("inv_freq", inverse_frequencies(spec).to(device), persistent=False)
-        self.scale = spec.attention_factor
+        self.scale, self.interleaved, self.ops = spec.attention_factor, spec.interleaved, ops
 
-    def forward(self, positions_T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions_T: (T,) int64. Returns cos and sin, (T, 1, d / 2), computed in float32 and cast to `dtype`."""
+    def forward(self, positions_T: torch.Tensor, dtype: torch.dtype) -> Rotation:
+        """positions_T: (T,) int64. cos and sin are computed in float32 and cast to `dtype`."""
         angles = positions_T[:, None].float() * self.inv_freq
-        return (angles.cos() * self.scale).to(dtype)[:, None], (angles.sin() * self.scale).to(dtype)[:, None]
+        cos, sin = self.ops.elementwise(torch.cos, angles), self.ops.elementwise(torch.sin, angles)
+        cos, sin = (cos * self.scale).to(dtype), (sin * self.scale).to(dtype)
+        return Rotation(cos[:, None], sin[:, None], self.interleaved)
 
 
-def rotate(x_THd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (i, i + d/2) of each head by the token's angles; same shape and dtype as x_THd."""
-    first, second = x_THd.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+def rotate(
+    x_THd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
+    """Turn pairs of each head's first rotary_dim dimensions by the token's angles; same shape and dtype as x_THd.
+
+    The arguments after the first are those of a Rotation.
+    """
+    size = 2 * cos.shape[-1]
+    turning, still = x_THd[..., :size], x_THd[..., size:]
+    first, second = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    if interleaved:
+        return torch.cat((torch.stack(turned, dim=-1).flatten(-2), still), dim=-1)
+    return torch.cat((*turned, still), dim=-1)

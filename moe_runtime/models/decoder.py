@@ -2,11 +2,13 @@
 
 Pre-norm residual layers of attention and MLP, as in all supported families; what differs is in the ModelSpec.
 Precision follows transformers. Nothing here reads a tensor's value on the host.
-Legend: T tokens, H query heads, G KV heads, d head size, D hidden, F expert intermediate, E experts, p slots, V vocabulary.
+Legend: T tokens, B rows whose logits are wanted, H query heads, G KV heads, d head size, D hidden, F expert
+intermediate, E experts, p slots, V vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,13 +27,11 @@ if TYPE_CHECKING:
 
     from moe_runtime.attention.base import AttentionBackend
     from moe_runtime.core import ForwardBatch, Routing
+    from moe_runtime.experts.router import Router
     from moe_runtime.layers.ops import LayerOps
+    from moe_runtime.layers.rope import Rotation
     from moe_runtime.models.spec import ModelSpec
-
-    RoutedExperts = Callable[
-        [int, torch.Tensor, Routing, ExpertWeights, int, Callable[[], torch.Tensor] | None], torch.Tensor
-    ]
-    """What runs the routed experts of a MoE layer; arguments and result as of `moe.ExpertParallelMoe.__call__`."""
+    from moe_runtime.moe import MoePass, RoutedExperts
 
 
 class Attention(nn.Module):
@@ -59,7 +59,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x_TD: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         backend: AttentionBackend,
         plan: Any,
     ) -> torch.Tensor:
@@ -93,6 +93,7 @@ class MoeMlp(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         ops: LayerOps,
+        router: Router,
     ) -> None:
         super().__init__()
         hidden, inner, shared = (
@@ -100,8 +101,8 @@ class MoeMlp(nn.Module):
             spec.moe_intermediate_size,
             spec.shared_expert_intermediate_size,
         )
-        self.moe_layer = moe_layer
-        self.top_k, self.renormalize = spec.top_k, spec.norm_topk_prob
+        self.moe_layer, self.ops = moe_layer, ops
+        self.route, self.routing_method = router, spec.routing_method()
         self.weights_dtype = dtype if spec.router_weights_in_model_dtype else torch.float32
         self.activation = spec.activation
         self.router = Linear(hidden, spec.num_experts, dtype, device, ops)
@@ -132,14 +133,53 @@ class MoeMlp(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, moe: RoutedExperts, max_num_tokens: int) -> torch.Tensor:
         """x_TD: normed hidden states. Calls `moe` once, also with T = 0. Returns (T, D)."""
-        routing = route(self.router(x_TD), self.top_k, self.renormalize, self.weights_dtype)
+        return moe(*self._work(x_TD, max_num_tokens))
+
+    def begin(self, x_TD: torch.Tensor, moe: RoutedExperts, max_num_tokens: int) -> MoePass:
+        """The first of the three stages of forward()."""
+        return moe.begin(*self._work(x_TD, max_num_tokens))
+
+    def _work(
+        self, x_TD: torch.Tensor, max_num_tokens: int
+    ) -> tuple[int, torch.Tensor, Routing, ExpertWeights, int, Callable[[], torch.Tensor] | None]:
+        """What `moe` is called with."""
+        routing = self.route(self.router(x_TD), self.routing_method, None, self.weights_dtype)
         shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
-        return moe(self.moe_layer, x_TD, routing, self.expert_weights(), max_num_tokens, shared)
+        return self.moe_layer, x_TD, routing, self.expert_weights(), max_num_tokens, shared
 
     def _shared(self, x_TD: torch.Tensor) -> torch.Tensor:
         assert self.shared_expert is not None
         assert self.shared_expert_gate is not None
-        return torch.sigmoid(self.shared_expert_gate(x_TD)) * self.shared_expert(x_TD)
+        gate_T1 = self.ops.elementwise(torch.sigmoid, self.shared_expert_gate(x_TD))
+        return gate_T1 * self.shared_expert(x_TD)
+
+
+@dataclass
+class Stream:
+    """A batch on its way through the layers, for `Decoder.forward_in_turn`."""
+
+    batch: ForwardBatch
+    plan: Any
+    """The attention backend's."""
+    rotation: Rotation
+    x_TD: torch.Tensor
+    """The residual stream."""
+    delta_TD: torch.Tensor | None = None
+    """What is still to be added to it."""
+    under_way: MoePass | None = None
+    """The pass whose output is the next delta."""
+
+    def arrived(self) -> torch.Tensor | None:
+        """The delta, once it is there."""
+        if self.under_way is not None:
+            self.delta_TD, self.under_way = self.under_way.finish(), None
+        return self.delta_TD
+
+    def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """After the last layer: the rows of x and delta whose logits are wanted."""
+        delta_TD = self.arrived()
+        assert delta_TD is not None
+        return self.x_TD[self.batch.logit_rows], delta_TD[self.batch.logit_rows]
 
 
 class DecoderLayer(nn.Module):
@@ -164,7 +204,7 @@ class DecoderLayer(nn.Module):
         self,
         x_TD: torch.Tensor,
         delta_TD: torch.Tensor | None,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         backend: AttentionBackend,
         plan: Any,
         moe: RoutedExperts,
@@ -174,14 +214,34 @@ class DecoderLayer(nn.Module):
 
         Returns the same pair after this layer: an addition is left to the next norm, which does it in passing.
         """
+        x_TD, normed = self._before_mlp(x_TD, delta_TD, rotation, backend, plan)
+        if isinstance(self.mlp, MoeMlp):
+            return x_TD, self.mlp(normed, moe, max_num_tokens)
+        return x_TD, self.mlp(normed)
+
+    def begin(self, stream: Stream, backend: AttentionBackend, moe: RoutedExperts) -> None:
+        """forward() of a stream up to where its tokens have left for their experts."""
+        delta_TD = stream.arrived()
+        stream.x_TD, normed = self._before_mlp(stream.x_TD, delta_TD, stream.rotation, backend, stream.plan)
+        if isinstance(self.mlp, MoeMlp):
+            stream.under_way = self.mlp.begin(normed, moe, stream.batch.max_num_tokens)
+        else:
+            stream.delta_TD = self.mlp(normed)
+
+    def _before_mlp(
+        self,
+        x_TD: torch.Tensor,
+        delta_TD: torch.Tensor | None,
+        rotation: Rotation,
+        backend: AttentionBackend,
+        plan: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream after attention, and what the MLP gets of it."""
         if delta_TD is None:
             normed = self.input_norm(x_TD)
         else:
             x_TD, normed = self.input_norm.after_adding(x_TD, delta_TD)
-        x_TD, normed = self.mlp_norm.after_adding(x_TD, self.attention(normed, rotation, backend, plan))
-        if isinstance(self.mlp, MoeMlp):
-            return x_TD, self.mlp(normed, moe, max_num_tokens)
-        return x_TD, self.mlp(normed)
+        return self.mlp_norm.after_adding(x_TD, self.attention(normed, rotation, backend, plan))
 
 
 class Decoder(nn.Module):
@@ -194,6 +254,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         ops: LayerOps,
+        router: Router = route,
     ) -> None:
         """num_slots_per_moe_layer: expert slots held here, for each MoE layer in order (0 is allowed)."""
         super().__init__()
@@ -201,12 +262,12 @@ class Decoder(nn.Module):
         self.spec, self.dtype, self.ops = spec, dtype, ops
         slots = dict(zip(spec.moe_layers, enumerate(num_slots_per_moe_layer), strict=True))
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype, device)
-        self.rope = RotaryEmbedding(spec.rope, device)
+        self.rope = RotaryEmbedding(spec.rope, device, ops)
         self.layers = nn.ModuleList()
         for layer in range(spec.num_layers):
             mlp: GatedMlp | MoeMlp
             if layer in slots:
-                mlp = MoeMlp(spec, *slots[layer], dtype, device, ops)
+                mlp = MoeMlp(spec, *slots[layer], dtype, device, ops, router)
             else:
                 mlp = GatedMlp(
                     spec.hidden_size, spec.dense_intermediate_size, spec.activation, dtype, device, ops
@@ -235,7 +296,35 @@ class Decoder(nn.Module):
                 x_TD, delta_TD, rotation, attention, attention_plan, moe, batch.max_num_tokens
             )
         assert delta_TD is not None
-        rows = batch.logit_rows
-        _, normed = self.norm.after_adding(x_TD[rows], delta_TD[rows])
+        return self._logits(x_TD[batch.logit_rows], delta_TD[batch.logit_rows])
+
+    def forward_in_turn(
+        self,
+        parts: Sequence[tuple[ForwardBatch, Any]],
+        attention: AttentionBackend,
+        moe: RoutedExperts,
+    ) -> torch.Tensor:
+        """As forward() of the batches one after the other, but in each layer one computes while the other's rows travel.
+
+        parts: each batch with its attention plan. A token of a later batch may attend to tokens of an earlier one, whose KV of
+        the same layer is written before. Returns the logits of the first batch, then those of the next.
+        """
+        streams = [
+            Stream(batch, plan, self.rope(batch.positions_T, self.dtype), self.embedding(batch.input_ids_T))
+            for batch, plan in parts
+        ]
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            for stream in streams:
+                layer.begin(stream, attention, moe)
+            for stream in streams:
+                if stream.under_way is not None:
+                    stream.under_way.compute()
+        x_BD, delta_BD = (torch.cat(rows) for rows in zip(*(s.wanted() for s in streams), strict=True))
+        return self._logits(x_BD, delta_BD)
+
+    def _logits(self, x_BD: torch.Tensor, delta_BD: torch.Tensor) -> torch.Tensor:
+        """float32 logits of the wanted rows: residual stream and last layer's output."""
+        _, normed = self.norm.after_adding(x_BD, delta_BD)
         head = self.embedding.weight if self.head is None else self.head.weight
         return self.ops.linear(normed, head).float()

@@ -8,6 +8,7 @@ import msgspec
 
 from moe_runtime.attention.base import AttentionSpec
 from moe_runtime.errors import ConfigError
+from moe_runtime.experts.router import RoutingMethod
 from moe_runtime.layers.rope import RopeSpec
 from moe_runtime.quantization import QuantScheme
 
@@ -137,6 +138,10 @@ class ModelSpec:
     @property
     def num_moe_layers(self) -> int:
         return len(self.moe_layers)
+
+    def routing_method(self) -> RoutingMethod:
+        """How its routers choose experts."""
+        return RoutingMethod(top_k=self.top_k, score="softmax", renormalize=self.norm_topk_prob)
 
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """One per decoder layer, for the KV cache and the attention backend."""

@@ -53,6 +53,11 @@ _COUNTERS: dict[str, tuple[str, Callable[[RankStats], float]]] = {
     "generation_tokens": ("Tokens generated", lambda s: s.generation_tokens),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
     "prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
+    "two_batch_steps": (
+        "Steps of which one half was computed while the other's tokens travelled",
+        lambda s: s.two_batch_steps,
+    ),
+    "chunked_steps": ("Steps whose MoE rows travelled in chunks", lambda s: s.chunked_steps),
     "num_preemptions": ("Sequences pushed out of the running batch to free blocks", lambda s: s.preemptions),
 }
 _DISTRIBUTIONS: dict[str, tuple[str, Sequence[float], Callable[[RankStats], Distribution]]] = {

@@ -107,7 +107,9 @@ def _cast_impl(self: Any, src: Any, dst_type: Any, rounding_mode: Any = None) ->
 def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
     dtype = d.dtype.scalar
     total = _wide(d)
-    out = np.matmul(_wide(a), _wide(b), dtype=total.dtype) + total
+    # In float64, since BLAS's float32 sums depend on where in the matrix a row is, which a GPU's do not.
+    exact = np.float64 if np.issubdtype(total.dtype, np.floating) else total.dtype
+    out = (np.matmul(_wide(a), _wide(b), dtype=exact) + total).astype(total.dtype)
     return stock.TensorHandle(_narrow(out, dtype) if dtype in _STORED_AS_BITS else out, dtype)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_runtime.errors import CheckpointError
+from moe_runtime.experts.router import route
 from moe_runtime.layers.ops import TORCH_OPS
 from moe_runtime.models.decoder import Decoder
 from moe_runtime.weights.reading import CHUNK_BYTES, WeightReader
@@ -25,6 +26,7 @@ from moe_runtime.weights.safetensors_file import StoredTensor, read_bytes, read_
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from moe_runtime.experts.router import Router
     from moe_runtime.layers.ops import LayerOps
     from moe_runtime.models.base import ModelAdapter
     from moe_runtime.models.spec import ModelSpec
@@ -59,14 +61,15 @@ def load_weights(
     device: torch.device | str,
     progress: Callable[[float], None] | None = None,
     ops: LayerOps = TORCH_OPS,
+    router: Router = route,
 ) -> Decoder:
     """A decoder on `device` with one rank's weights.
 
     local_experts: for each MoE layer in order, the expert in each local slot, -1 for an empty slot (filled with zeros).
-    progress: called with the share of bytes read so far, from 0 to 1. ops: what the decoder's layers compute with.
+    progress: called with the share of bytes read so far, from 0 to 1. ops, router: what the decoder computes with.
     Raises CheckpointError naming files or tensors. Nothing is allocated before names, shapes and types were checked.
     """
-    return load_with_report(model_dir, spec, adapter, local_experts, dtype, device, progress, ops)[0]
+    return load_with_report(model_dir, spec, adapter, local_experts, dtype, device, progress, ops, router)[0]
 
 
 def load_with_report(
@@ -78,6 +81,7 @@ def load_with_report(
     device: torch.device | str,
     progress: Callable[[float], None] | None = None,
     ops: LayerOps = TORCH_OPS,
+    router: Router = route,
 ) -> tuple[Decoder, LoadReport]:
     """As `load_weights`, and what was read."""
     stored = list_tensors(Path(model_dir))
@@ -86,7 +90,7 @@ def load_with_report(
         if copy in stored and original in stored:
             _check_equal(stored[copy], stored[original])
     copies = plan_copies(rules, spec, stored, local_experts)
-    decoder = Decoder(spec, [len(experts) for experts in local_experts], dtype, device, ops)
+    decoder = Decoder(spec, [len(experts) for experts in local_experts], dtype, device, ops, router)
     _clear_empty_slots(decoder, local_experts)
     _check_filled(decoder, copies, local_experts)
     _read_all(decoder, copies, progress or _silent)

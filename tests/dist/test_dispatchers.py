@@ -109,7 +109,7 @@ KINDS = [
     ("local", 1),
     *[(kind, n) for kind in ("collective", "one_sided") for n in (1, 2, 3, 4)],
     *[(kind, n) for kind in ("collective-exact", "one_sided-tiny") for n in (2, 4)],
-    *[("collective-device", 2), ("local-fp8", 1), ("one_sided-fp8", 2)],
+    *[("collective-device", 2), ("local-fp8", 1), ("one_sided-fp8", 2), ("one_sided-tiny-pair", 3)],
     *slow(("collective", 8), ("one_sided-tiny", 8), ("collective-device", 1), ("collective-device", 4)),
     *slow(("collective-fp8", 2), ("collective-exact-fp8", 3), ("collective-device-fp8", 4)),
 ]
@@ -160,9 +160,13 @@ def many_calls(rank: int, num_ranks: int, kind: str, seed: int) -> None:
         plans = [data.plan(rank) for data in datas]
         pending = [dispatcher.dispatch(d.x[rank], p) for d, p in zip(datas, plans, strict=True)]
         order = [0, 1] if draw.random() < 0.5 else [1, 0]
-        batches = {i: pending[i].wait() for i in order}
-        outs = {}
+        batches, outs = {}, {}
+        if draw.random() < 0.5:
+            batches = {i: pending[i].wait() for i in order}
         for i in order:
+            # Else the first one's rows go home while the second one's are still on their way.
+            if i not in batches:
+                batches[i] = pending[i].wait()
             y = datas[i].compute(batches[i], rank)
             outs[i] = dispatcher.combine(y, batches[i], plans[i])
         for i in reversed(order):
@@ -177,7 +181,14 @@ def many_calls(rank: int, num_ranks: int, kind: str, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
-    [("local", 1), ("collective", 3), ("one_sided", 3), ("one_sided-tiny", 2), ("collective-device", 2)],
+    [
+        ("local", 1),
+        ("collective", 3),
+        ("one_sided", 3),
+        ("one_sided-tiny", 2),
+        ("one_sided-tiny-pair", 3),
+        ("collective-device", 2),
+    ],
 )
 def test_many_calls_in_flight(kind: str, num_ranks: int, seed: int) -> None:
     run_ranks(many_calls, num_ranks, kind, seed)

@@ -211,7 +211,8 @@ def make(kind: str, num_ranks: int) -> Any:
     """A dispatcher over the default group, by a name of words joined by hyphens.
 
     local, collective, one_sided; -exact sends counts first; -device plans on the device; -tiny has room for three of the
-    widest rows; -per_rank sums on the ranks that compute; -fp8 rounds the rows that travel.
+    widest rows; -pair for two calls under way at a time; -per_rank sums on the ranks that compute; -fp8 rounds the rows that
+    travel.
     """
     group = dist.group.WORLD
     name, *words = kind.split("-")
@@ -226,6 +227,8 @@ def make(kind: str, num_ranks: int) -> Any:
         dispatcher = CollectiveDispatcher(group, TIMEOUT, combine, **options)
     else:
         rows = 3 if "tiny" in words else 4096
+        in_flight = 2 if "pair" in words else 1
+        segment = segment_bytes(num_ranks, rows, 4 * MAX_D, 2 * MAX_K) + 64 * 2 * num_ranks
         dispatcher = OneSidedDispatcher(
             dist.get_rank(),
             num_ranks,
@@ -233,10 +236,11 @@ def make(kind: str, num_ranks: int) -> Any:
             hidden_size=MAX_D,
             topk=MAX_K,
             dtype=torch.float32,
-            buffer_bytes=segment_bytes(num_ranks, rows, 4 * MAX_D, 2 * MAX_K) + 64 * 2 * num_ranks,
+            buffer_bytes=in_flight * segment,
             step_timeout=TIMEOUT,
             is_alive=lambda rank: True,
             combine=combine,
+            in_flight=in_flight,
         )
     return Fp8Payload(dispatcher) if "fp8" in words else dispatcher
 

@@ -17,8 +17,9 @@ from moe_runtime.layers.rope import rotate
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from moe_runtime.attention.base import AttentionSpec, Rotation
+    from moe_runtime.attention.base import AttentionSpec
     from moe_runtime.experts.base import ExpertWeights
+    from moe_runtime.layers.rope import Rotation
     from moe_runtime.models.decoder import Decoder
 
 FAMILIES = {
@@ -175,6 +176,24 @@ class LoopExperts:
                     out[token] += scale * F.linear(act(gate) * up, weights.down_pDF[slot]).float()
         out = out.to(x_TD.dtype)
         return out if meanwhile is None else out + meanwhile()
+
+    def begin(self, *work: Any) -> LoopPass:
+        """The same in stages, of which the last but one does all."""
+        return LoopPass(self, work)
+
+
+@dataclass
+class LoopPass:
+    moe: LoopExperts
+    work: tuple[Any, ...]
+    out: torch.Tensor | None = None
+
+    def compute(self) -> None:
+        self.out = self.moe(*self.work)
+
+    def finish(self) -> torch.Tensor:
+        assert self.out is not None
+        return self.out
 
 
 def whole_batch(sequences: list[list[int]], logit_rows: list[int] | None = None) -> ForwardBatch:

@@ -93,6 +93,16 @@ def test_fills_the_share_of_memory_it_is_given(spec: ModelSpec, utilization: flo
     assert -1 < left < block_bytes(spec, block_size), "not one block more would fit, and none too many"
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+def test_an_fp8_cache_takes_half_the_memory(spec: ModelSpec, name: str) -> None:
+    flags: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 1000, "memory_utilization": 1.0}
+    plain, small = (
+        cache_for(spec, [2 * GIB], 100_000, kv_cache_dtype=kind, **flags) for kind in ("auto", name)
+    )
+    assert (plain.dtype, small.dtype) == (DTYPE, torch.float8_e4m3fn)
+    assert small.num_blocks in (2 * plain.num_blocks, 2 * plain.num_blocks + 1)
+
+
 def test_no_more_than_all_sequences_can_use(spec: ModelSpec) -> None:
     cache = cache_for(spec, [50 * GIB], 1000, max_num_seqs=3, block_size=16)
     assert cache.num_blocks == 3 * 63

@@ -116,7 +116,6 @@ def test_one_setting_given_one_value_twice_is_accepted() -> None:
         (["--tp", "2"], "tensor parallelism"),
         (["-tp", "2"], "tensor parallelism"),
         (["-q", "fp8"], "use --quantization"),
-        (["--kv-cache-dtype", "fp8"], "quantisation of the KV cache"),
         (["--quantization", "awq"], "allowed are auto, none, fp8, fp8_channel, fp8_tensor"),
         (["--eplb-config.window_size", "9"], "load balancing"),
         (["--enable-chunked-prefill"], "always on"),

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from moe_runtime.attention.base import Rotation
     from moe_runtime.core import Routing
     from moe_runtime.experts.base import ExpertWeights
+    from moe_runtime.layers.rope import Rotation
 
 META = torch.device("meta")
 

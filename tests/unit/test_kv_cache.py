@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from moe_runtime.attention.base import AttentionSpec
 from moe_runtime.attention.kv_cache import KVCache
+from moe_runtime.quantization import FP8
 
 SPECS = (
     AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=5, scale=1.0),
@@ -18,14 +20,14 @@ SPECS = (
 )
 
 
-def random_cache(num_blocks: int, block_size: int) -> KVCache:
-    cache = KVCache.allocate(SPECS, num_blocks, block_size, torch.float32, "cpu")
+def random_cache(num_blocks: int, block_size: int, dtype: torch.dtype = torch.float32) -> KVCache:
+    cache = KVCache.allocate(SPECS, num_blocks, block_size, dtype, "cpu")
     for tensor in (*cache.keys, *cache.values):
-        tensor.normal_()
+        tensor.copy_(torch.randn(tensor.shape))
     return cache
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
 def test_bytes_per_block_is_what_allocate_takes(dtype: torch.dtype) -> None:
     cache = KVCache.allocate(SPECS, 6, 3, dtype, torch.device("cpu"))
     taken = sum(t.numel() * t.element_size() for t in (*cache.keys, *cache.values))
@@ -61,8 +63,26 @@ def test_write_takes_no_tokens_and_strided_tokens(seed: int) -> None:
     assert torch.equal(cache.values[0].view(6, 2, 5)[[5, 0]], fused[:, 2:])
 
 
-def test_copies_read_every_source_before_writing(seed: int) -> None:
-    cache = random_cache(7, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fp8_rounds_what_is_written_and_widens_what_is_read(seed: int, dtype: torch.dtype) -> None:
+    cache = replace(random_cache(4, 3, FP8), key_scales=(0.5, 0.25), value_scales=(1.0, 2.0))
+    slots = torch.tensor([5, 0, 11])
+    k, v = (3 * torch.randn(2, 3, 3, 7)).to(dtype)
+    k[1, 1, 1], v[2, 0, 3], v[0, 0, 0] = 1e4, -1e4, torch.nan
+    cache.write(1, slots, k, v)
+    keys, values = cache.gather(1, slots, dtype)
+    assert keys.dtype == values.dtype == dtype
+    for found, given, scale in ((keys, k, 0.25), (values, v, 2.0)):
+        limited = (given.float() / scale).clamp(-448, 448)
+        expected = (limited.to(FP8).float() * scale).to(dtype)
+        assert torch.equal(found.isnan(), given.isnan())
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+    assert (float(keys[1, 1, 1]), float(values[2, 0, 3])) == (112.0, -896.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=str)
+def test_copies_read_every_source_before_writing(seed: int, dtype: torch.dtype) -> None:
+    cache = random_cache(7, 3, dtype)
     before = [t.clone() for t in (*cache.keys, *cache.values)]
     pairs = [(0, 1), (1, 2), (2, 0), (3, 4), (3, 5)]
     random.shuffle(pairs)
@@ -71,7 +91,7 @@ def test_copies_read_every_source_before_writing(seed: int) -> None:
         want = old.clone()
         for source, destination in pairs:
             want[destination] = old[source]
-        assert torch.equal(new, want)
+        assert torch.equal(new.float(), want.float())
 
 
 def test_copying_nothing_and_to_one_block_twice() -> None:

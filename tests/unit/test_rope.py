@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig
+from transformers import Glm4MoeConfig, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding, apply_rotary_pos_emb
 
 from moe_runtime.errors import ConfigError
-from moe_runtime.layers.rope import RotaryEmbedding, inverse_frequencies, parse_rope, rotate
+from moe_runtime.layers.rope import RopeSpec, RotaryEmbedding, inverse_frequencies, parse_rope, rotate
 
 
 def draw_parameters(kind: str, draw: random.Random) -> dict[str, Any]:
@@ -76,6 +78,32 @@ def test_rotation_is_the_definition(seed: int) -> None:
             torch.testing.assert_close(turned[row, :, i], expected, rtol=1e-4, atol=2e-4)
             expected = b * math.cos(angle) + a * math.sin(angle)
             torch.testing.assert_close(turned[row, :, i + head_dim // 2], expected, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.3])
+def test_interleaved_pairs_turn_as_complex_numbers(share: float, seed: int) -> None:
+    positions, x = torch.tensor([0, 1, 7, 1000]), torch.randn(4, 3, 20)
+    spec = RopeSpec(20, 50.0, partial_rotary_factor=share, interleaved=True)
+    turned = rotate(x, *RotaryEmbedding(spec, "cpu")(positions, torch.float32))
+    size = {1.0: 20, 0.5: 10, 0.3: 6}[share]
+    angle = positions.double()[:, None, None] * 50.0 ** (-torch.arange(0, size, 2).double() / size)
+    pairs = torch.view_as_complex(x[..., :size].double().unflatten(-1, (-1, 2)).contiguous())
+    expected = torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+    torch.testing.assert_close(turned[..., :size].double(), expected, rtol=1e-4, atol=2e-4)
+    assert torch.equal(turned[..., size:], x[..., size:])
+
+
+@pytest.mark.parametrize("kind", ["default", "yarn", "llama3"])
+def test_partial_rotation_matches_transformers(kind: str, seed: int) -> None:
+    parameters = draw_parameters(kind, random.Random(seed)) | {"partial_rotary_factor": 0.5}
+    config = Glm4MoeConfig(head_dim=24, max_position_embeddings=65536, rope_parameters=dict(parameters))
+    theirs = Glm4MoeRotaryEmbedding(config)
+    positions, x = torch.tensor([[0, 3, 900]]), torch.randn(3, 2, 24)
+    expected, _ = apply_rotary_pos_emb(*[x.transpose(0, 1)[None]] * 2, *theirs(x, positions))
+    whole = {k: v for k, v in parameters.items() if k != "partial_rotary_factor"}
+    spec = dataclasses.replace(parse_rope(whole, 24, 65536), partial_rotary_factor=0.5)
+    turned = rotate(x, *RotaryEmbedding(spec, "cpu")(positions[0], torch.float32))
+    torch.testing.assert_close(turned, expected[0].transpose(0, 1), rtol=1e-4, atol=2e-4)
 
 
 def test_angle_depends_on_the_position_alone(seed: int) -> None:

@@ -1,0 +1,104 @@
+"""The kernels of TritonOps: norms and gated activations, a few rows a program, sums in float32.
+
+A row's result does not depend on the other rows. Legend: D row size, DP its next power of two, BR rows of a program.
+"""
+
+import triton.language as tl
+
+from moe_runtime.triton_support import jit
+
+FP8_MAX = tl.constexpr(448.0)
+GROUP = tl.constexpr(128)
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@jit
+def _quantize(x, payload_ptr, scale_ptr, row, live, D: tl.constexpr, BR: tl.constexpr, DP: tl.constexpr):
+    """Rows x (BR, DP) as FP8 with a float32 scale per GROUP values, as of quantization.quantize_rows."""
+    GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
+    x = tl.reshape(x, (BR, DP // GROUP, GROUP))
+    largest = tl.max(tl.abs(x), 2)
+    scale = tl.where(largest > 0, tl.div_rn(largest, FP8_MAX), 1.0)
+    x = tl.div_rn(x, tl.broadcast_to(scale[:, :, None], (BR, DP // GROUP, GROUP)))
+    # Not minimum and maximum, which would turn NaN into a number.
+    x = tl.where(x > FP8_MAX, FP8_MAX, tl.where(x < -FP8_MAX, -FP8_MAX, x))
+    column = tl.arange(0, DP)[None, :]
+    payload = tl.reshape(x, (BR, DP)).to(tl.float8e4nv)
+    tl.store(payload_ptr + row[:, None] * D + column, payload, mask=live[:, None] & (column < D))
+    group = tl.arange(0, DP // GROUP)[None, :]
+    tl.store(scale_ptr + row[:, None] * GROUPS + group, scale, mask=live[:, None] & (group < GROUPS))
+
+
+@jit(do_not_specialize=["num_rows"])
+def rms_norm(
+    x_ptr, delta_ptr, weight_ptr, total_ptr, out_ptr, scale_ptr, num_rows, stride_outer, stride_inner, delta_stride, eps,
+    INNER: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, ADD: tl.constexpr, QUANTIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(num_rows / BR)). Row r is at x + r // INNER * stride_outer + r % INNER * stride_inner; results are contiguous.
+
+    ADD: delta is added to x first, and the sum written to total. QUANTIZE: out is FP8 and scale its scales.
+    """
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    live = row < num_rows
+    row = row.to(tl.int64)
+    column = tl.arange(0, DP)[None, :]
+    inside = live[:, None] & (column < D)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    at = (row // INNER * stride_outer + row % INNER * stride_inner)[:, None] + column
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        delta = tl.load(delta_ptr + row[:, None] * delta_stride + column, mask=inside, other=0.0)
+        rounded = (x + delta.to(tl.float32)).to(dtype)
+        tl.store(total_ptr + row[:, None] * D + column, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)
+    # Rounded before and after the weight, as torch does it step by step.
+    out = (normed.to(dtype).to(tl.float32) * weight).to(dtype)
+    if QUANTIZE:
+        _quantize(out.to(tl.float32), out_ptr, scale_ptr, row, live, D, BR, DP)
+    else:
+        tl.store(out_ptr + row[:, None] * D + column, out, mask=inside)
+
+
+@jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp2(x * -LOG2E))
+
+
+@jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    """layers.activation.ACTIVATIONS, in float32."""
+    if ACTIVATION == "silu":
+        return x * _sigmoid(x)
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1 + tl.erf(x * SQRT_HALF))
+    elif ACTIVATION == "gelu_pytorch_tanh":
+        # 0.5 (1 + tanh(y)) is sigmoid(2 y).
+        return x * _sigmoid(2 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
+    else:
+        tl.static_assert(ACTIVATION == "relu")
+        return tl.where(x < 0, 0.0, x)
+
+
+@jit(do_not_specialize=["num_rows"])
+def gated_activation(
+    x_ptr,
+    out_ptr,
+    num_rows,
+    stride,
+    F: tl.constexpr,
+    BR: tl.constexpr,
+    BF: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Grid (ceil(num_rows / BR), ceil(F / BF)): act(gate) * up of rows (gate, up) of 2 F; out is contiguous."""
+    row = (tl.program_id(0) * BR + tl.arange(0, BR))[:, None]
+    column = (tl.program_id(1) * BF + tl.arange(0, BF))[None, :]
+    inside = (row < num_rows) & (column < F)
+    row = row.to(tl.int64)
+    gate = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * stride + F + column, mask=inside, other=0.0).to(tl.float32)
+    activated = _activate(gate, ACTIVATION).to(x_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + row * F + column, (activated * up).to(out_ptr.dtype.element_ty), mask=inside)

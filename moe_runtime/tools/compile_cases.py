@@ -1,0 +1,216 @@
+"""What the compile gate launches: every kernel in every form in which it is shipped, through its launcher.
+
+A case calls a launcher as a step of a real model would. Tensors are on the CPU and uninitialised; nothing reads them, so large
+ones cost no memory. To add a kernel, add its cases here and its budgets with `compile_check --update`.
+
+Legend: T tokens, E experts, K experts per token, p slots per rank, R token rows, S expert rows, D hidden, F expert
+intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from moe_runtime.core import DispatchPlan, ExpertBatch
+from moe_runtime.dispatch import triton_grouping
+from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
+from moe_runtime.dispatch.triton_one_sided_network import NvshmemNetwork
+from moe_runtime.dispatch.triton_one_sided_virtual import VirtualHeap
+from moe_runtime.experts import triton_router
+from moe_runtime.experts.base import ExpertWeights
+from moe_runtime.experts.router import RoutingMethod
+from moe_runtime.experts.triton_grouped import TritonExperts
+from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, QuantScheme
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to launch."""
+
+    name: str
+    """Unique; the key of its budgets."""
+    launch: Callable[[], object]
+    needs_nvshmem: bool = False
+
+
+def all_cases(nvshmem: str | None) -> list[Case]:
+    """Every case. `nvshmem`: path of NVSHMEM's device library; None if those that need it will not be launched."""
+    cases = [
+        *router_cases(),
+        *grouping_cases(),
+        *expert_cases(),
+        *one_sided_cases(nvshmem or ""),
+    ]
+    assert len({case.name for case in cases}) == len(cases)
+    return cases
+
+
+def router_cases() -> list[Case]:
+    """A model each for what the kernel distinguishes: score, groups, number of experts, type of the logits."""
+    renormalized = RoutingMethod(8, renormalize=True)
+    deepseek_v3 = RoutingMethod(
+        8,
+        "sigmoid",
+        renormalize=True,
+        eps=1e-20,
+        scale=2.5,
+        num_groups=8,
+        top_groups=4,
+        group_score="top2_sum",
+    )
+    models: dict[str, tuple[int, RoutingMethod, torch.dtype, bool]] = {
+        "Qwen3-30B-A3B": (128, renormalized, BF16, False),
+        "Mixtral-8x7B": (8, RoutingMethod(2, renormalize=True), BF16, False),
+        "OLMoE": (64, RoutingMethod(8), BF16, False),
+        "gpt-oss-120b": (128, RoutingMethod(4, "softmax_of_chosen"), BF16, False),
+        "Llama-4-Maverick": (128, RoutingMethod(1, "sigmoid_of_chosen"), BF16, False),
+        "DeepSeek-V2": (160, RoutingMethod(6, scale=16.0, num_groups=8, top_groups=3), FP32, False),
+        "DeepSeek-V3": (256, deepseek_v3, FP32, True),
+        "Kimi-K2": (384, RoutingMethod(8, "sigmoid", renormalize=True, eps=1e-20, scale=2.8), FP32, True),
+        "DeepSeek-V4": (
+            256,
+            RoutingMethod(6, "sqrt_softplus", renormalize=True, eps=1e-20, scale=1.5),
+            FP32,
+            True,
+        ),
+        "LongCat-Flash": (768, RoutingMethod(12, scale=6.0), FP32, True),
+    }
+    return [Case(f"router {name}", partial(_route, *model)) for name, model in models.items()]
+
+
+def _route(num_experts: int, method: RoutingMethod, dtype: torch.dtype, biased: bool) -> None:
+    bias = torch.empty(num_experts) if biased else None
+    triton_router.route(torch.empty(64, num_experts, dtype=dtype), method, bias, dtype)
+
+
+def grouping_cases() -> list[Case]:
+    """Both block sizes."""
+    return [
+        Case(f"grouping {what}", partial(_group, num_tokens))
+        for what, num_tokens in (("decode", 64), ("prefill", 4096))
+    ]
+
+
+def _group(num_tokens: int) -> None:
+    triton_grouping.group_pairs(torch.empty(num_tokens, 8, dtype=torch.int64), 32)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A rank's experts of one layer."""
+
+    p: int
+    D: int
+    F: int
+    K: int
+    """Of the model: S = R * K is what arrives at most."""
+    dtype: torch.dtype = BF16
+    activation: str = "silu"
+    limit: float | None = None
+    scheme: QuantScheme | None = None
+    rounds: bool = False
+    """Whether activations are FP8 too."""
+    biases: bool = False
+
+
+def expert_cases() -> list[Case]:
+    """bf16 and the FP8 formats over three models' shapes; then what else the kernels distinguish."""
+    qwen = Experts(128, 2048, 768, 8)
+    deepseek = Experts(32, 7168, 2048, 8)
+    rows = {"decode": 8, "batch": 256, "prefill": 8192}
+    everything, ends = tuple(rows), ("decode", "prefill")
+    shapes = {
+        "Qwen3-30B-A3B bf16": (qwen, ends),
+        "Mixtral-8x7B bf16": (Experts(8, 4096, 14336, 2), ends),
+        "DeepSeek-V3 EP8 bf16": (deepseek, everything),
+        "DeepSeek-V3 EP8 fp8_block": (replace(deepseek, scheme=FP8_BLOCK, rounds=True), everything),
+        "Qwen3-30B-A3B fp8_block": (replace(qwen, scheme=FP8_BLOCK, rounds=True), ends),
+        "Qwen3-30B-A3B fp8_channel": (replace(qwen, scheme=FP8_CHANNEL, rounds=True), ends),
+        "Qwen3-30B-A3B fp8_tensor": (replace(qwen, scheme=FP8_TENSOR, rounds=True), ends),
+        "Qwen3-30B-A3B fp8_block W8A16": (replace(qwen, scheme=FP8_BLOCK), ends),
+        "gpt-oss-120b bf16": (
+            Experts(128, 2880, 2880, 4, activation="swiglu_oai", limit=7.0, biases=True),
+            ("prefill",),
+        ),
+        "Qwen3-30B-A3B fp16": (replace(qwen, dtype=FP16), ("prefill",)),
+        "Qwen3-30B-A3B fp32": (replace(qwen, dtype=FP32), ("prefill",)),
+        "Nemotron-H bf16 relu2": (Experts(128, 2688, 1856, 6, activation="relu2"), ("prefill",)),
+    }
+    cases = [
+        Case(f"experts {name} {phase}", partial(_experts, shape, rows[phase]))
+        for name, (shape, phases) in shapes.items()
+        for phase in phases
+    ]
+    cases += [
+        Case(f"experts {name} deterministic", partial(_experts, shapes[name][0], 256, True))
+        for name in ("Qwen3-30B-A3B bf16", "Qwen3-30B-A3B fp8_block")
+    ]
+    return cases
+
+
+def _experts(shape: Experts, num_rows: int, deterministic: bool = False) -> None:
+    parts = 1 if shape.activation == "relu2" else 2
+    stored = shape.dtype if shape.scheme is None else FP8
+    scales = shape.scheme.scale_shape if shape.scheme is not None else None
+    weights = ExpertWeights(
+        gate_up_pFD=torch.empty(shape.p, parts * shape.F, shape.D, dtype=stored),
+        down_pDF=torch.empty(shape.p, shape.D, shape.F, dtype=stored),
+        activation=shape.activation,
+        activation_limit=shape.limit,
+        gate_up_bias_pF=torch.empty(shape.p, parts * shape.F, dtype=shape.dtype) if shape.biases else None,
+        down_bias_pD=torch.empty(shape.p, shape.D, dtype=shape.dtype) if shape.biases else None,
+        scheme=shape.scheme,
+        gate_up_scale=torch.empty(shape.p, parts, *scales(shape.F, shape.D)) if scales else None,
+        down_scale=torch.empty(shape.p, *scales(shape.D, shape.F)) if scales else None,
+        quantize_activations=shape.rounds,
+    )
+    batch = ExpertBatch(
+        tokens_RD=torch.empty(num_rows, shape.D, dtype=shape.dtype),
+        row_index_S=torch.empty(num_rows * shape.K, dtype=torch.int64),
+        num_rows_p=torch.empty(shape.p, dtype=torch.int64),
+    )
+    TritonExperts(torch.device("cpu"), deterministic)(batch, weights)
+
+
+def one_sided_cases(library: str) -> list[Case]:
+    """DeepSeek-V3 over eight ranks, with either way to combine; all of their memory is mapped, or half of it."""
+    cases = []
+    for combine in ("exact", "per_rank"):
+        cases += [
+            Case(f"one-sided {combine}", partial(_one_sided, combine, None)),
+            Case(f"one-sided {combine} over NVSHMEM", partial(_one_sided, combine, library), True),
+        ]
+    return cases
+
+
+def _one_sided(combine: str, library: str | None) -> None:
+    T, K, D, num_ranks = 128, 8, 7168, 8
+    heap = VirtualHeap(0, [torch.empty(64 << 20, dtype=torch.uint8)] * num_ranks)
+    if library is not None:
+        heap.addresses_N[num_ranks // 2 :] = 0
+    dispatcher = TritonOneSidedDispatcher(
+        heap,
+        hidden_size=D,
+        topk=K,
+        dtype=BF16,
+        step_timeout=300.0,
+        is_alive=lambda rank: True,
+        combine=combine,
+        make_network=lambda layout: NvshmemNetwork(heap, layout, library or ""),
+    )
+    plan = DispatchPlan(
+        global_slot_TK=torch.empty(T, K, dtype=torch.int64),
+        topk_weights_TK=torch.empty(T, K),
+        slots_per_rank=32,
+        num_ranks=num_ranks,
+        rank=0,
+        max_num_tokens=T,
+    )
+    batch = dispatcher.dispatch(torch.empty(T, D, dtype=BF16), plan).wait()
+    dispatcher.combine(torch.empty(batch.row_index_S.shape[0], D, dtype=BF16), batch, plan).wait()
