@@ -269,9 +269,9 @@ def make_experts(
     need = ExpertNeed(topology.device.type, dtype, spec.activation, spec.expert_scheme)
     kernels: dict[str, ExpertKernel] = {
         "cpu": CpuExperts(),
+        "deterministic": DeterministicExperts(DeterministicOps(Workers(torch.get_num_threads()))),
         "triton": TritonExperts(topology.device, deterministic=config.deterministic),
         "reference": ReferenceExperts(),
-        "deterministic": DeterministicExperts(DeterministicOps(Workers(torch.get_num_threads()))),
     }
     reasons = {name: kernel.supports(need) for name, kernel in kernels.items()}
     reasons = invariant_only(reasons, config, "deterministic", "triton")
@@ -302,9 +302,9 @@ def make_attention(
     need = AttentionNeed(device, dtype, layers, cache_dtype=cache.dtype)
     reasons = {
         "cpu": CpuPagedAttention.supports(need),
+        "deterministic": DeterministicAttention.supports(need),
         "triton": TritonPagedAttention.supports(need),
         "reference": ReferenceAttention.supports(need),
-        "deterministic": DeterministicAttention.supports(need),
     }
     reasons = invariant_only(reasons, config, "deterministic", "triton")
     choice = choose("attention_backend", config.attention_backend, reasons, topology.rank == 0)

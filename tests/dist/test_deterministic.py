@@ -39,6 +39,9 @@ def all_ways(folder: Path, prompts: list[list[int]], ep: int, **settings: Any) -
         num_kv_blocks=128 // settings.get("block_size", 4),
         **({"block_size": 4} | settings),
     ) as llm:
+        # Also where Triton's interpreter is there.
+        chosen = {llm._engine.ready[0].info[f"{what}_backend"] for what in ("moe", "attention", "layer")}
+        assert chosen == {"deterministic"}
         few = prompts[:3]
         alone = [llm.generate([p], GREEDY, use_tqdm=False)[0] for p in few]
         hits = [llm.generate([p], GREEDY, use_tqdm=False, routed_dp_rank=i % ep)[0] for i, p in enumerate(few)]
