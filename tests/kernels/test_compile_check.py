@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from moe_runtime.errors import ConfigError
-from moe_runtime.tools import compile_budgets
+from moe_runtime.tools import compile_budgets, compile_check
 from moe_runtime.tools.compile_budgets import Budget, Matrix
 from moe_runtime.tools.compile_cases import all_cases
-from moe_runtime.tools.compile_worker import Row
+from moe_runtime.tools.compile_worker import Request, Row
 from moe_runtime.tools.kernel_report import Report
 from moe_runtime.tools.stand_in_driver import TARGETS
 from tests.helpers.python_packages import installed_package
@@ -79,6 +79,35 @@ def test_rows_as_json(tmp_path: Path) -> None:
     (row,) = json.loads(path.read_text())
     assert (row["kernel"], row["target"], row["error"]) == ("route_kernel", "sm_90", None)
     assert 0 < row["report"]["registers"] < 256
+
+
+def test_a_case_that_takes_too_long_is_one_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker is stopped, and the cases after it get one of their own."""
+    monkeypatch.setattr(compile_check, "LIMIT_S", 0.05)
+    names = ["router Mixtral-8x7B", "router OLMoE"]
+    matrix = Matrix(0, {}, {})
+    with pytest.raises(RuntimeError, match=r"the worker for sm_90 did not start: took longer than 0\.05 s"):
+        compile_check.compile_rows(names, ["sm_90"], None, matrix)
+    worker = tmp_path / "worker.py"
+    worker.write_text(STUCK_WORKER)
+    request = Request("sm_90", ["a", "b", "c"], str(tmp_path), None)
+    monkeypatch.setattr(compile_check, "LIMIT_S", 5.0)
+    monkeypatch.setattr(compile_check, "WORKER", (sys.executable, str(worker)))
+    rows = compile_check._compile_target(request, tmp_path)
+    assert [(r.case, r.kernel, r.error) for r in rows] == [
+        ("a", "kernel", None), ("b", "", "took longer than 5 s"), ("c", "kernel", None),
+    ]  # fmt: skip
+
+
+STUCK_WORKER = """
+import json, subprocess, sys
+for case in json.load(sys.stdin)["cases"]:
+    print(json.dumps({"start": case}), flush=True)
+    if case == "b":
+        subprocess.run(["sleep", "60"])
+    row = {"case": case, "target": "sm_90", "kernel": "kernel", "report": None, "error": None, "seconds": 0.1}
+    print(json.dumps(row), flush=True)
+"""
 
 
 @pytest.mark.parametrize(
