@@ -27,6 +27,7 @@ from moe_runtime.errors import BackendUnavailable, ConfigError
 from moe_runtime.tools import compile_budgets
 from moe_runtime.tools.compile_cases import all_cases
 from moe_runtime.tools.compile_worker import Request, Row, Start
+from moe_runtime.tools.kernel_report import Report
 from moe_runtime.tools.stand_in_driver import TARGETS
 from moe_runtime.weights.demo_model import models_folder
 
@@ -85,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows)))
     found = matrix.check(rows, left_out if complete else None)
-    lines = [*table(rows), *excluded_lines(matrix, names, targets), summary(rows, time.monotonic() - begin)]
+    lines = [*table(rows), "", *by_subject(rows, matrix, names), "", *excluded_lines(matrix, names, targets)]
+    lines.append(summary(rows, time.monotonic() - begin))
     if left_out:
         lines.append(
             f"not compiled: {', '.join(left_out)}: needs nvidia-nvshmem-cu13==3.4.5 installed, or --nvshmem FILE"
@@ -198,6 +200,29 @@ def table(rows: list[Row]) -> list[str]:
         lines.append(
             start + f"{r.num_warps:5} {r.registers:4} {r.spills:6} {r.shared_bytes:6} {found}".rstrip()
         )
+    return lines
+
+
+def by_subject(rows: list[Row], matrix: compile_budgets.Matrix, names: list[str]) -> list[str]:
+    """Markdown: a line per subject (a case's first word) and target."""
+    lines = [
+        "| subject | target | kernels | excluded cases | most registers | most spills | most shared bytes |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
+    groups: dict[tuple[str, str], list[Report]] = {}
+    for row in rows:
+        if row.report is not None:
+            groups.setdefault((row.case.split()[0], row.target), []).append(row.report)
+    for (subject, target), found in sorted(groups.items()):
+        excluded = sum(
+            name.split()[0] == subject and on == target and name in names for name, on in matrix.excluded
+        )
+        most = [
+            max(values)
+            for values in zip(*((r.registers, r.spills, r.shared_bytes) for r in found), strict=True)
+        ]
+        cells = (subject, target, len(found), excluded, *most)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 
 
