@@ -162,7 +162,8 @@ def join(
         raise
     link = topology.broadcast_text(f"{address} {front_end.pid if front_end else 0}")
     address, pid = link.split(" ")
-    if topology.single_host:
+    if topology.peer_pids[0]:
+        # On rank 0's host.
         watchdog.watch(int(pid), f"the HTTP front-end (process {pid})")
     handle_signals(int(pid) if topology.rank == 0 else None, watchdog)
     return topology, address

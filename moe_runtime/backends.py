@@ -11,6 +11,7 @@ import torch
 from moe_runtime.attention.base import AttentionNeed
 from moe_runtime.attention.cpu import CpuPagedAttention
 from moe_runtime.attention.deterministic import DeterministicAttention
+from moe_runtime.attention.kv_cache import cache_dtype
 from moe_runtime.attention.reference import ReferenceAttention
 from moe_runtime.attention.triton_paged import TritonPagedAttention
 from moe_runtime.dispatch import (
@@ -269,9 +270,9 @@ def make_experts(
     need = ExpertNeed(topology.device.type, dtype, spec.activation, spec.expert_scheme)
     kernels: dict[str, ExpertKernel] = {
         "cpu": CpuExperts(),
+        "deterministic": DeterministicExperts(DeterministicOps(Workers(torch.get_num_threads()))),
         "triton": TritonExperts(topology.device, deterministic=config.deterministic),
         "reference": ReferenceExperts(),
-        "deterministic": DeterministicExperts(DeterministicOps(Workers(torch.get_num_threads()))),
     }
     reasons = {name: kernel.supports(need) for name, kernel in kernels.items()}
     reasons = invariant_only(reasons, config, "deterministic", "triton")
@@ -294,24 +295,31 @@ def make_layer_ops(
     return TritonOps() if choice.name == "triton" else TORCH_OPS, choice
 
 
-def make_attention(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, cache: KVCache, topology: Topology
-) -> tuple[AttentionBackend, Choice]:
-    """How attention over the paged cache is computed."""
-    device, layers = topology.device.type, spec.attention_specs()
-    need = AttentionNeed(device, dtype, layers, cache_dtype=cache.dtype)
+def choose_attention(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology) -> Choice:
+    """What computes attention over the paged cache; known before there is a cache."""
+    need = AttentionNeed(
+        topology.device.type,
+        dtype,
+        spec.attention_specs(),
+        cache_dtype=cache_dtype(config.kv_cache_dtype, dtype),
+    )
     reasons = {
         "cpu": CpuPagedAttention.supports(need),
+        "deterministic": DeterministicAttention.supports(need),
         "triton": TritonPagedAttention.supports(need),
         "reference": ReferenceAttention.supports(need),
-        "deterministic": DeterministicAttention.supports(need),
     }
     reasons = invariant_only(reasons, config, "deterministic", "triton")
-    choice = choose("attention_backend", config.attention_backend, reasons, topology.rank == 0)
-    if choice.name == "cpu":
-        return CpuPagedAttention(cache, layers), choice
-    if choice.name == "deterministic":
-        return DeterministicAttention(cache, layers), choice
-    if choice.name == "triton":
-        return TritonPagedAttention(cache, layers, config.deterministic), choice
-    return ReferenceAttention(cache, layers), choice
+    return choose("attention_backend", config.attention_backend, reasons, topology.rank == 0)
+
+
+def make_attention(name: str, config: EngineConfig, spec: ModelSpec, cache: KVCache) -> AttentionBackend:
+    """The attention of that name over the cache."""
+    layers = spec.attention_specs()
+    if name == "cpu":
+        return CpuPagedAttention(cache, layers)
+    if name == "deterministic":
+        return DeterministicAttention(cache, layers)
+    if name == "triton":
+        return TritonPagedAttention(cache, layers, config.deterministic)
+    return ReferenceAttention(cache, layers)

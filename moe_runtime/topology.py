@@ -6,6 +6,7 @@ The only place that initialises torch.distributed.
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import logging
 import os
 import socket
@@ -108,6 +109,9 @@ def init_topology(ep: int, device: str, step_timeout: float, rendezvous: str | N
     if world_size == local_world_size and Path("/sys/class/net/lo").exists():
         # All on one host: do not depend on what its name resolves to.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    elif world_size != local_world_size and (interface := interface_to(env["MASTER_ADDR"])):
+        # gloo would take the address of the host's name, which is often the loopback's.
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
     if chosen.type == "cpu":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
     patience = timedelta(seconds=max(step_timeout, START_TIMEOUT_S))
@@ -135,6 +139,23 @@ def init_topology(ep: int, device: str, step_timeout: float, rendezvous: str | N
         data_group=data,
         peer_pids=tuple(int(pid) if where == host else 0 for where, pid in seen),
     )
+
+
+def interface_to(address: str) -> str | None:
+    """The network interface on the way to a host, None if that is unknown or the loopback."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing; chooses the way
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    if ipaddress.ip_address(own).is_loopback:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.split("%")[0] == own for entry in addresses):
+            return name
+    return None
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class DeterministicAttention:
         if need.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"{need.dtype} is not one of float32, bfloat16, float16"
         if need.cache_dtype != need.dtype:
-            return f"a KV cache of {need.cache_dtype} is not supported, only one of the model's {need.dtype}"
+            return f"a KV cache of {need.cache_dtype} is not supported; kv_cache_dtype must be auto"
         for spec in need.layers:
             if spec.logit_soft_cap is not None:
                 return "logit soft caps are not supported"

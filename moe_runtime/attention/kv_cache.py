@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from moe_runtime.attention.base import AttentionSpec
 
 
+def cache_dtype(setting: str, dtype: torch.dtype) -> torch.dtype:
+    """Type of the cache of a model that computes in `dtype`. `setting`: kv_cache_dtype; all but `auto` mean FP8."""
+    return dtype if setting == "auto" else FP8
+
+
 @dataclass(frozen=True)
 class KVCache:
     """Keys and values of all layers, one tensor each per layer: [num_blocks, block_size, G, d]."""

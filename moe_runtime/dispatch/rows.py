@@ -95,19 +95,23 @@ class Incoming:
 def plan_outgoing(global_slot_TK: Int64Array, num_ranks: int, slots_per_rank: int) -> Outgoing:
     """Group (token, k) pairs by the rank that computes them. Pairs with slot -1 go nowhere."""
     T, K = global_slot_TK.shape
+    slot_TK = global_slot_TK.astype(np.int32)
     # -1 // p is -1, which is no rank.
-    goes_NTK = (global_slot_TK // slots_per_rank) == np.arange(num_ranks)[:, None, None]
-    goes_NT = goes_NTK.any(axis=2)
+    owner_TK = slot_TK // np.int32(slots_per_rank)
+    ranks_N = np.arange(num_ranks, dtype=np.int32)
+    goes_NTK = owner_TK == ranks_N[:, None, None]
+    # The same with K first: numpy is several times faster over the first axis than over a short last one.
+    goes_NT = (np.ascontiguousarray(owner_TK.T)[:, None, :] == ranks_N[:, None]).any(axis=0)
     rank_M, token_M = goes_NT.nonzero()
-    local_MK = global_slot_TK[token_M] - (rank_M * slots_per_rank)[:, None]
-    slot_MK = np.where(goes_NTK[rank_M, token_M], local_MK, -1).astype(np.int32)
-    # nonzero() lists pairs by (rank, token, k), the order in which their results come home.
-    pair_S = goes_NTK.reshape(num_ranks, T * K).nonzero()[1]
+    local_MK = slot_TK.take(token_M, axis=0) - (rank_M * slots_per_rank).astype(np.int32)[:, None]
+    # Listed by (rank, token, k), the order in which results come home.
+    pair_S = np.flatnonzero(goes_NTK) % max(1, T * K)
     position = np.full(T * K, -1, dtype=np.int64)
     position[pair_S] = np.arange(pair_S.size)
     return Outgoing(
         token_M=token_M,
-        slot_MK=slot_MK,
+        # Slots of lower ranks have become negative, so as unsigned numbers they are large too.
+        slot_MK=np.where(local_MK.view(np.uint32) < slots_per_rank, local_MK, np.int32(-1)),
         rows_N=goes_NT.sum(axis=1).tolist(),
         pairs_N=goes_NTK.sum(axis=(1, 2)).tolist(),
         position_TK=position.reshape(T, K),
@@ -120,7 +124,8 @@ def plan_incoming(slot_RK: Int32Array, rows_N: Sequence[int], slots_per_rank: in
     slot = slot_RK.reshape(-1)
     pair_S = np.flatnonzero(slot >= 0)
     slot_S = slot[pair_S]
-    order_S = slot_S.argsort(kind="stable")
+    # numpy sorts 16-bit integers by radix, ten times faster than wider ones.
+    order_S = slot_S.astype(np.int16 if slots_per_rank < 1 << 15 else np.int32).argsort(kind="stable")
     return_S = np.empty_like(order_S)
     return_S[order_S] = np.arange(order_S.size)
     ends = np.searchsorted(pair_S, [end * K for end in starts(rows_N)])

@@ -126,16 +126,16 @@ class RankBuilder:
         self.ops, ops = backends.make_layer_ops(*what)
         overlap = backends.choose_overlap(self.config, self.topology)
         self.overlap = OverlapModel(overlap.name, log=self.topology.rank == 0)
-        self.choices = [dispatcher, kernel, router, ops, overlap]
+        self.attention_choice = backends.choose_attention(*what)
+        self.choices = [dispatcher, kernel, router, ops, overlap, self.attention_choice]
 
     def reserve(self) -> None:
         """The KV cache."""
         self.report("reserving the KV cache", 0.95)
         self.cache = allocate_cache(self.config, self.spec, self.dtype, self.max_model_len, self.topology)
-        self.attention, attention = backends.make_attention(
-            self.config, self.spec, self.dtype, self.cache, self.topology
+        self.attention = backends.make_attention(
+            self.attention_choice.name, self.config, self.spec, self.cache
         )
-        self.choices.append(attention)
 
     def engine(self, link: RankLink) -> Engine:
         """The rank's engine. All stages must have succeeded on all ranks."""

@@ -16,8 +16,11 @@ import zmq
 import zmq.asyncio
 
 from moe_runtime.engine.messages import Command, Progress, RankMessage, Ready, Tick
+from moe_runtime.engine.rank_link import set_heartbeat
 from moe_runtime.engine.socket_folder import make_socket_folder
 from moe_runtime.errors import ConfigError, EngineDeadError
+
+_LOCAL_FIRST_S = 0.2
 
 
 class FrontendLink:
@@ -33,7 +36,7 @@ class FrontendLink:
         self.dead: asyncio.Future[EngineDeadError] = self._loop.create_future()
         """Done, with the error to report, once a rank's process has gone."""
         self.dead_rank: int | None = None
-        """The rank that `dead` is about."""
+        """The rank that `dead` is about, if it is known."""
         self.folder: Path | None = None
         """Private (0700); holds the socket and whatever else start-up needs. See `remove_folder`."""
         if address is None:
@@ -45,6 +48,11 @@ class FrontendLink:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.set_hwm(0)
+        self._connections: asyncio.Task[None] | None = None
+        if not address.startswith("ipc:"):
+            set_heartbeat(self._socket)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._connections = self._loop.create_task(self._watch_connections())
         try:
             self._socket.bind(self.address)
         except zmq.ZMQError as error:
@@ -133,6 +141,10 @@ class FrontendLink:
         if self._closed:
             return
         self._closed = True
+        if self._connections is not None:
+            self._connections.cancel()
+            self._socket.disable_monitor()
+            self._monitor.close()
         for rank in list(self._pidfds):
             self._forget(rank)
         self._socket.close()
@@ -142,6 +154,14 @@ class FrontendLink:
     def _on_exit(self, rank: int, error: EngineDeadError) -> None:
         self._forget(rank)
         self._report(rank, error)
+
+    async def _watch_connections(self) -> None:
+        """Report `dead` when a rank of another host is disconnected: its process cannot be watched."""
+        await self._monitor.recv_multipart()
+        # Of a rank on this host the watched process tells more.
+        await asyncio.sleep(_LOCAL_FIRST_S)
+        if not self.dead.done():
+            self.dead.set_result(EngineDeadError("a rank on another host is no longer connected"))
 
     def _forget(self, rank: int) -> None:
         pidfd = self._pidfds.pop(rank)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_runtime.attention.kv_cache import KVCache
+from moe_runtime.attention.kv_cache import KVCache, cache_dtype
 from moe_runtime.core import ForwardBatch
 from moe_runtime.engine.control import StepTimes
 from moe_runtime.engine.overlap import Way, half, split
 from moe_runtime.errors import CapacityError
 from moe_runtime.experts.cpu import DEQUANT_TILE
 from moe_runtime.profiling.timeline import EXPERTS, WAIT
-from moe_runtime.quantization import FP8, GROUP
+from moe_runtime.quantization import GROUP
 from moe_runtime.topology import free_memory_bytes
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ def allocate_cache(
     max_model_len tokens would not fit a cache sized from memory.
     """
     specs, block_size = spec.attention_specs(), config.block_size
-    cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
-    block_bytes = KVCache.bytes_per_block(specs, block_size, cache_dtype)
+    kept_dtype = cache_dtype(config.kv_cache_dtype, dtype)
+    block_bytes = KVCache.bytes_per_block(specs, block_size, kept_dtype)
     blocks_per_sequence = -(-max_model_len // block_size)
     free = min(int(n) for n in topology.all_gather_text(str(free_memory_bytes(topology))))
     if config.num_kv_blocks is not None:
@@ -152,7 +152,7 @@ def allocate_cache(
         "KV cache: %d blocks of %d tokens (%s) per rank; %.1f sequences of %d tokens at once",
         num_blocks, block_size, _size(num_blocks * block_bytes), num_blocks / blocks_per_sequence, max_model_len,
     )  # fmt: skip
-    return KVCache.allocate(specs, num_blocks, block_size, cache_dtype, topology.device)
+    return KVCache.allocate(specs, num_blocks, block_size, kept_dtype, topology.device)
 
 
 def step_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, world_size: int) -> int:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import zmq
 
 from moe_runtime.engine.messages import RankMessage, Tick
 from moe_runtime.errors import LockstepError
+
+_HEARTBEAT_MS, _HEARTBEAT_PATIENCE_MS = 5_000, 20_000
+
+
+def set_heartbeat(socket: zmq.Socket[Any]) -> None:
+    """A host that vanishes without a word counts as disconnected after a while. ZeroMQ's own threads answer."""
+    socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_PATIENCE_MS)
 
 
 class RankLink:
@@ -20,6 +30,11 @@ class RankLink:
         self._socket.set(zmq.RCVHWM, 0)
         # On close, what was sent last (an error message) still gets this many ms to leave.
         self._socket.set(zmq.LINGER, 2000)
+        self._monitor: zmq.Socket[bytes] | None = None
+        if not address.startswith("ipc:"):
+            # Processes of this host watch one another; the end of one on another host shows here.
+            set_heartbeat(self._socket)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
         self._decoder = msgspec.msgpack.Decoder(Tick)
         self._encoder = msgspec.msgpack.Encoder()
@@ -39,7 +54,13 @@ class RankLink:
             ticks.append(self._decode(frame))
 
     def wait(self) -> list[Tick]:
-        """At least one tick; blocks without using the CPU."""
+        """At least one tick; blocks without using the CPU. Raises LockstepError if the front-end is no longer there."""
+        if self._monitor is not None:
+            poller = zmq.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            poller.register(self._monitor, zmq.POLLIN)
+            if self._socket not in dict(poller.poll()):
+                raise LockstepError("the front-end is no longer connected")
         return [self._decode(self._socket.recv()), *self.drain()]
 
     def wait_until(self, number: int) -> list[Tick]:
@@ -50,6 +71,9 @@ class RankLink:
         return ticks
 
     def close(self) -> None:
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close()
         self._socket.close()
         self._context.term()
 

@@ -28,7 +28,7 @@ class DeterministicExperts:
     def supports(self, need: ExpertNeed) -> str | None:
         """None if it can, else why not."""
         if need.scheme is not None:
-            return f"{need.scheme.name} weights are not supported"
+            return f"{need.scheme.name} weights are not supported; quantization must be none (or auto, of an unquantised checkpoint)"
         problem = self.ops.supports(need.device_type, need.dtype)
         return problem or expert_activation_problem(need.activation)
 

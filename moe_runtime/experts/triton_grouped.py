@@ -79,9 +79,11 @@ class TritonExperts:
             return None
         num_slots, hidden, inner = weights.down_pDF.shape
         kind = table_dtype(weights, dtype)
-        name = profile_name(num_slots, inner, device, kind, _scheme(weights) == "fp8_block")
+        block = _scheme(weights) == "fp8_block"
+        name = profile_name(num_slots, inner, device, kind, block)
         flags = f"--num-experts {num_slots} --hidden-size {hidden} --intermediate-size {inner}"
-        return find_table(self.profiles, name, flags + (f" --dtype {kind}" if kind else ""))
+        flags += (f" --dtype {kind}" if kind else "") + (" --block" if block else "")
+        return find_table(self.profiles, name, flags)
 
 
 def gpu_of(device: torch.device) -> Gpu:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.errors import CapacityError, CheckpointError, MoeRuntimeError
+from moe_runtime.weights.writing import build_folder, write_json, write_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -97,35 +98,10 @@ def build_once(target: Path, build: Callable[[Path], None], force: bool = False)
                     f"demo model: {target.parent} has {free / 1e9:.1f} GB free; {FREE_BYTES_NEEDED / 1e9:.0f} GB are"
                     " needed (set XDG_CACHE_HOME to a folder on a larger disk)"
                 )
-            _build_and_rename(target, build)
+            build_folder(target, build)
     except OSError as error:
         raise CheckpointError(f"demo model: cannot build it in {target.parent}: {error}") from error
     return target
-
-
-def _build_and_rename(target: Path, build: Callable[[Path], None]) -> None:
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.building-", dir=target.parent))
-    try:
-        made = work / "model"
-        made.mkdir()
-        build(made)
-        for path in [*made.iterdir(), made]:
-            _fsync(path)
-        if target.exists():
-            # Renamed into the work folder, which is removed below; whoever has the old files mapped keeps them.
-            target.rename(work / "replaced")
-        made.rename(target)
-        _fsync(target.parent)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _build_demo(folder: Path, report: Callable[[str, float], None]) -> None:
@@ -159,13 +135,13 @@ def build_from_dense(
 
     total = demo_upcycle.num_parameters(dense, config) * 2
     tensors = demo_upcycle.mixtral_tensors(dense, routers, config)
-    for done in demo_upcycle.write_shards(folder, tensors, config.shard_bytes):
+    for done in write_shards(folder, tensors, config.shard_bytes):
         report("Writing experts", done / total)
-    demo_upcycle.write_json(folder / "config.json", demo_upcycle.mixtral_config(dense, config))
+    write_json(folder / "config.json", demo_upcycle.mixtral_config(dense, config))
     demo_upcycle.write_tokenizer(folder, dense)
     (folder / "README.md").write_text(_MODEL_CARD, encoding="utf-8")
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    demo_upcycle.write_json(folder / MANIFEST, {"files": files, "load": load})
+    write_json(folder / MANIFEST, {"files": files, "load": load})
 
 
 _MODEL_CARD = """---

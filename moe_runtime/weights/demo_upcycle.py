@@ -8,11 +8,12 @@ Legend: T sample tokens, D hidden size, F intermediate size, E experts, L layers
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from moe_runtime.weights.writing import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -181,43 +182,6 @@ def num_parameters(dense: DenseModel, config: UpcycleConfig) -> int:
     return sum(w.numel() for w in dense.weights.values()) + (config.num_experts - 1) * ffn + routers
 
 
-def write_shards(
-    folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int
-) -> Iterator[int]:
-    """Writes safetensors shards of at most `shard_bytes` (or one tensor) and their index; holds one shard in memory.
-
-    Yields the bytes taken in so far, once per tensor.
-    """
-    from safetensors.torch import save_file
-
-    shards: list[list[str]] = []
-    shard: dict[str, torch.Tensor] = {}
-    total = shard_size = 0
-
-    def flush() -> None:
-        save_file(shard, folder / f"part-{len(shards)}", metadata={"format": "pt"})
-        shards.append(list(shard))
-        shard.clear()
-
-    for name, tensor in tensors:
-        if shard and shard_size + tensor.nbytes > shard_bytes:
-            flush()
-            shard_size = 0
-        shard[name] = tensor
-        shard_size += tensor.nbytes
-        total += tensor.nbytes
-        yield total
-    flush()
-    weight_map = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        # save_file makes files that only their owner may read.
-        (folder / f"part-{i}").rename(folder / file).chmod(0o644)
-        weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(folder / "model.safetensors.index.json", index)
-
-
 def write_tokenizer(folder: Path, dense: DenseModel) -> None:
     """tokenizer.json, tokenizer_config.json with the chat template, generation_config.json."""
     dense.tokenizer.save(str(folder / "tokenizer.json"))
@@ -237,10 +201,6 @@ def write_tokenizer(folder: Path, dense: DenseModel) -> None:
     }
     write_json(folder / "tokenizer_config.json", tokenizer_config)
     write_json(folder / "generation_config.json", generation)
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def expert_load(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_runtime import LLM, SamplingParams
-from moe_runtime.errors import MoeRuntimeError
+from moe_runtime.errors import BackendUnavailable, MoeRuntimeError
 from tests.helpers.tiny_models import FAMILIES, make_tiny
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ def all_ways(folder: Path, prompts: list[list[int]], ep: int, **settings: Any) -
         num_kv_blocks=128 // settings.get("block_size", 4),
         **({"block_size": 4} | settings),
     ) as llm:
+        # Also where Triton's interpreter is there.
+        chosen = {llm._engine.ready[0].info[f"{what}_backend"] for what in ("moe", "attention", "layer")}
+        assert chosen == {"deterministic"}
         few = prompts[:3]
         alone = [llm.generate([p], GREEDY, use_tqdm=False)[0] for p in few]
         hits = [llm.generate([p], GREEDY, use_tqdm=False, routed_dp_rank=i % ep)[0] for i, p in enumerate(few)]
@@ -89,3 +92,10 @@ def test_what_is_not_invariant_is_refused(tmp_path: Path, seed: int) -> None:
     make_tiny("mixtral", tmp_path, seed)
     with pytest.raises(MoeRuntimeError, match="with --deterministic allowed are auto, deterministic"):
         LLM(model=str(tmp_path), deterministic=True, moe_backend="cpu", skip_tokenizer_init=True)
+    # Said before the weights are read, so not that they are missing.
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(BackendUnavailable, match="kv_cache_dtype must be auto"):
+        LLM(
+            model=str(tmp_path), deterministic=True, attention_backend="deterministic", kv_cache_dtype="fp8",
+            skip_tokenizer_init=True,
+        )  # fmt: skip

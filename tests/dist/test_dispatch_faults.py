@@ -184,14 +184,14 @@ def signal_is_lost(rank: int, num_ranks: int) -> str:
     """Rank 1's third message to rank 0 is stored, but its flag never raised."""
     dispatcher: Any = make("one_sided", 2.0)
     one_call(dispatcher, rank, num_ranks, lambda: None)
-    send, sent = dispatcher._mail.signal, []
+    send, sent = dispatcher._mail[0].signal, []
 
     def losing(peer: int, *message: Any) -> None:
         sent.append(peer)
         if (rank, peer, sent.count(peer)) != (1, 0, 1):
             send(peer, *message)
 
-    dispatcher._mail.signal = losing
+    dispatcher._mail[0].signal = losing
     return call_until_error(dispatcher, rank, num_ranks)[0]
 
 
@@ -206,8 +206,8 @@ def dies_while_storing(rank: int, num_ranks: int, after_signals: int, folder: st
     dispatcher: Any = make("one_sided", NEVER)
     for _ in range(3):
         one_call(dispatcher, rank, num_ranks, lambda: None)
-    send, process_lives, sent = dispatcher._mail.signal, dispatcher._mail._is_alive, []
-    dispatcher._mail._is_alive = lambda r: process_lives(r) and not (Path(folder) / str(r)).exists()
+    send, process_lives, sent = dispatcher._mail[0].signal, dispatcher._mail[0]._is_alive, []
+    dispatcher._mail[0]._is_alive = lambda r: process_lives(r) and not (Path(folder) / str(r)).exists()
 
     def dying(peer: int, *message: Any) -> None:
         if len(sent) == after_signals:
@@ -216,7 +216,7 @@ def dies_while_storing(rank: int, num_ranks: int, after_signals: int, folder: st
         send(peer, *message)
 
     if rank == 1:
-        dispatcher._mail.signal = dying
+        dispatcher._mail[0].signal = dying
     result = call_until_error(dispatcher, rank, num_ranks)
     (Path(folder) / str(rank)).touch()
     return result
@@ -233,11 +233,11 @@ def test_death_between_store_and_signal(after_signals: int, tmp_path: Path) -> N
 
 def numbers_wrap(rank: int, num_ranks: int) -> int:
     dispatcher: Any = make("one_sided", NEVER)
-    dispatcher._mail._exchange = LAST_EXCHANGE - 5
+    dispatcher._mail[0]._exchange = LAST_EXCHANGE - 5
     for _ in range(10):
         one_call(dispatcher, rank, num_ranks, lambda: None)
     dispatcher.close()
-    return int(dispatcher._mail._exchange)
+    return int(dispatcher._mail[0]._exchange)
 
 
 def test_exchange_numbers_wrap_around() -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.helpers.real_server import SERVE, TORCHRUN, RealServer
-from tests.helpers.started import Started
+from tests.helpers.started import Started, command_line
 from tests.helpers.tiny_models import make_tiny
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
@@ -59,31 +62,61 @@ def curl(host: str, path: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def start(host: str, node: int, model: Path, log: Path) -> Started:
-    interface = f"v{os.getpid()}-{node + 1}"
-    command = ["ip", "netns", "exec", host, "env", f"GLOO_SOCKET_IFNAME={interface}", *TORCHRUN]
+    command = ["ip", "netns", "exec", host, *TORCHRUN]
     command += ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
     command += ["--master-addr", "10.77.0.1", "--master-port", "29511", SERVE]
     return Started([*command, "--ep", "2", "--model", str(model), "--port", str(PORT)], log)
 
 
-@pytest.mark.slow
-def test_two_hosts_serve_over_tcp(hosts: list[str], tmp_path: Path, seed: int) -> None:
-    model = tmp_path / "m"
-    make_tiny("mixtral", model, seed, vocab_size=VOCAB_SIZE, num_local_experts=5)
-    save_tokenizer(model)
-    logs = [tmp_path / f"log{node}" for node in (0, 1)]
+@contextmanager
+def served(hosts: list[str], folder: Path, seed: int) -> Iterator[list[Started]]:
+    """torchrun of each host, once the server is ready."""
+    make_tiny("mixtral", folder / "m", seed, vocab_size=VOCAB_SIZE, num_local_experts=5)
+    save_tokenizer(folder / "m")
     with ExitStack() as stack:
-        nodes = [stack.enter_context(start(hosts[n], n, model, logs[n])) for n in (0, 1)]
+        nodes = [
+            stack.enter_context(start(host, n, folder / "m", folder / f"log{n}"))
+            for n, host in enumerate(hosts)
+        ]
         deadline = time.monotonic() + 180
         while curl(hosts[0], "/health") is None:
             assert all(n.first.poll() is None for n in nodes), nodes[0].log() + nodes[1].log()
             assert time.monotonic() < deadline, nodes[0].log() + nodes[1].log()
             time.sleep(0.2)
+        yield nodes
+
+
+def only(node: Started, word: str) -> psutil.Process:
+    """The process of a host whose command has `word`, torchrun excepted."""
+    (found,) = [p for p in node.ours() if word in " ".join(command_line(p))]
+    return found
+
+
+@pytest.mark.slow
+def test_two_hosts_serve_over_tcp(hosts: list[str], tmp_path: Path, seed: int) -> None:
+    with served(hosts, tmp_path, seed) as nodes:
         assert "dispatcher: collective (auto; not local" in nodes[0].log()
         assert "not one_sided: the ranks are on several hosts" in nodes[0].log()
         # One after another, so that both ranks get a request.
         answers = [curl(hosts[0], "/v1/completions", BODY) for _ in range(4)]
-    with RealServer(model, 1, tmp_path / "alone") as alone:
+        nodes[0].first.send_signal(signal.SIGTERM)
+        for node in nodes:
+            node.wait_gone(30)
+            assert "[rank" not in "".join(re.findall(r".*(?:ERROR|WARNING).*", node.log()))
+    with RealServer(tmp_path / "m", 1, tmp_path / "alone") as alone:
         wanted = httpx.post(alone.base_url + "/v1/completions", json=BODY, timeout=60).json()
     for answer in answers:
         assert answer["choices"][0]["logprobs"]["tokens"] == wanted["choices"][0]["logprobs"]["tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("node", "word"), [(1, "serve.py"), (0, "moe_runtime.server.main"), (0, "serve.py")])
+def test_a_death_ends_both_hosts_also_while_idle(
+    node: int, word: str, hosts: list[str], tmp_path: Path, seed: int
+) -> None:
+    with served(hosts, tmp_path, seed) as nodes:
+        # Idle ranks wait for the front-end, not for one another.
+        time.sleep(1)
+        only(nodes[node], word).kill()
+        for one in nodes:
+            one.wait_gone(20)

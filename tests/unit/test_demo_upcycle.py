@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from moe_runtime.weights import demo_model, demo_source, demo_upcycle
 from moe_runtime.weights.demo_upcycle import SAMPLING, UpcycleConfig
+from moe_runtime.weights.writing import write_shards
 
 
 def rotate(x: torch.Tensor, angles: torch.Tensor, neighbours: bool) -> torch.Tensor:
@@ -77,7 +78,7 @@ def test_experts_differ_by_a_tenth_and_do_not_depend_on_order(seed: int) -> None
 def test_shards_hold_every_tensor_once(seed: int, tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.randn(i + 1, 50) for i in range(12)}
     total = sum(t.nbytes for t in tensors.values())
-    done = list(demo_upcycle.write_shards(tmp_path, iter(tensors.items()), shard_bytes=3000))
+    done = list(write_shards(tmp_path, iter(tensors.items()), shard_bytes=3000))
     assert done[-1] == total
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == total
