@@ -125,11 +125,16 @@ class TritonPagedAttention:
             if spec.num_heads // spec.num_kv_heads > MAX_GROUP:
                 return f"more than {MAX_GROUP} query heads share a KV head"
         problem = triton_problem(need.device_type)
-        if problem is None and need.cache_dtype == FP8:
-            arch = target_arch(torch.device(need.device_type))
-            if isinstance(arch, int) and arch < 89:
-                return f"Triton has no FP8 (e4m3) on sm_{arch}; it needs sm_89 or later"
-        return problem
+        if problem is not None:
+            return problem
+        arch = target_arch(torch.device(need.device_type))
+        if not isinstance(arch, int):
+            return None
+        if need.cache_dtype == FP8 and arch < 89:
+            return f"Triton has no FP8 (e4m3) on sm_{arch}; it needs sm_89 or later"
+        if need.dtype == torch.float32 and 100 <= arch < 120:
+            return f"float32 tiles do not fit the tensor memory of sm_{arch}"
+        return None
 
     def plan(self, batch: ForwardBatch) -> TritonAttentionPlan:
         """The tiles of sequences with several new tokens; everything else is in the batch's tensors."""

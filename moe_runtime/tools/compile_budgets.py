@@ -39,7 +39,10 @@ class Budget:
     @classmethod
     def of(cls, report: Report) -> Budget:
         """What a kernel as it is now keeps to."""
-        return cls(min(255, -(-(report.registers + SLACK) // 8) * 8), report.spills, report.shared_bytes)
+        registers = -(-(report.registers + SLACK) // 8) * 8
+        # NVIDIA's largest number; AMD has 512.
+        most = 255 if report.registers <= 255 else 512
+        return cls(min(most, registers), report.spills, report.shared_bytes)
 
     def widened(self, other: Budget) -> Budget:
         """The larger limits of both."""

@@ -15,7 +15,10 @@ from functools import partial
 
 import torch
 
-from moe_runtime.core import DispatchPlan, ExpertBatch
+from moe_runtime.attention.base import AttentionSpec
+from moe_runtime.attention.kv_cache import KVCache
+from moe_runtime.attention.triton_paged import TritonPagedAttention
+from moe_runtime.core import DispatchPlan, ExpertBatch, ForwardBatch
 from moe_runtime.dispatch import triton_grouping
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided_network import NvshmemNetwork
@@ -24,6 +27,8 @@ from moe_runtime.experts import triton_router
 from moe_runtime.experts.base import ExpertWeights
 from moe_runtime.experts.router import RoutingMethod
 from moe_runtime.experts.triton_grouped import TritonExperts
+from moe_runtime.layers.rope import Rotation
+from moe_runtime.layers.triton_ops import TritonOps, add_rms_norm_fp8
 from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, QuantScheme
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -46,6 +51,8 @@ def all_cases(nvshmem: str | None) -> list[Case]:
         *grouping_cases(),
         *expert_cases(),
         *one_sided_cases(nvshmem or ""),
+        *attention_cases(),
+        *layer_cases(),
     ]
     assert len({case.name for case in cases}) == len(cases)
     return cases
@@ -214,3 +221,86 @@ def _one_sided(combine: str, library: str | None) -> None:
     )
     batch = dispatcher.dispatch(torch.empty(T, D, dtype=BF16), plan).wait()
     dispatcher.combine(torch.empty(batch.row_index_S.shape[0], D, dtype=BF16), batch, plan).wait()
+
+
+def attention_cases() -> list[Case]:
+    """A step with a decoding sequence and a prompt: rotation, decode, merging, extend."""
+    qwen = AttentionSpec(32, 4, 128, 128**-0.5)
+    mixtral = AttentionSpec(32, 8, 128, 128**-0.5, sliding_window=4096)
+    gpt_oss = AttentionSpec(64, 8, 64, 64**-0.5, sliding_window=128)
+    gemma = AttentionSpec(16, 8, 256, 256**-0.5, logit_soft_cap=50.0)
+    glm = AttentionSpec(96, 8, 128, 128**-0.5)
+    return [
+        Case("attention Qwen3-30B-A3B bf16", partial(_attention, qwen)),
+        Case("attention Qwen3-30B-A3B fp16", partial(_attention, qwen, dtype=FP16)),
+        Case("attention Qwen3-30B-A3B fp32", partial(_attention, qwen, dtype=FP32)),
+        Case("attention Qwen3-30B-A3B fp8 cache", partial(_attention, qwen, cache_dtype=FP8)),
+        Case("attention OLMoE bf16", partial(_attention, AttentionSpec(16, 16, 128, 128**-0.5))),
+        Case("attention Mixtral-8x7B bf16", partial(_attention, mixtral)),
+        Case("attention gpt-oss-120b bf16", partial(_attention, gpt_oss)),
+        Case("attention Gemma-2 bf16", partial(_attention, gemma)),
+        Case("attention GLM-4.5 bf16", partial(_attention, glm, pairs=32)),
+        Case("attention interleaved bf16", partial(_attention, qwen, interleaved=True)),
+        Case("attention Qwen3-30B-A3B deterministic", partial(_attention, qwen, deterministic=True)),
+    ]
+
+
+def _attention(
+    spec: AttentionSpec,
+    *,
+    dtype: torch.dtype = BF16,
+    cache_dtype: torch.dtype | None = None,
+    pairs: int | None = None,
+    interleaved: bool = False,
+    deterministic: bool = False,
+) -> None:
+    lens, totals = [1, 511], [4096, 2048]
+    T, block_size, int32 = sum(lens), 16, torch.int32
+    cache = KVCache.allocate([spec], 1024, block_size, cache_dtype or dtype, "cpu")
+    backend = TritonPagedAttention(cache, [spec], deterministic)
+    batch = ForwardBatch(
+        input_ids_T=torch.empty(T, dtype=torch.int64),
+        positions_T=torch.empty(T, dtype=torch.int64),
+        slot_mapping_T=torch.empty(T, dtype=torch.int64),
+        block_tables_BM=torch.empty(len(lens), max(totals) // block_size, dtype=int32),
+        query_starts_B1=torch.empty(len(lens) + 1, dtype=int32),
+        seq_lens_B=torch.empty(len(lens), dtype=int32),
+        query_lens=lens,
+        seq_lens=totals,
+        logit_rows=torch.empty(len(lens), dtype=torch.int64),
+        max_num_tokens=T,
+    )
+    angles = torch.empty(T, 1, pairs or spec.head_dim // 2, dtype=dtype)
+    q, k, v = (
+        torch.empty(T, heads, spec.head_dim, dtype=dtype)
+        for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    )
+    backend.run(q, k, v, Rotation(angles, angles, interleaved), 0, backend.plan(batch))
+
+
+def layer_cases() -> list[Case]:
+    """Norms over hidden states and heads, the same with FP8 behind it, the dense activation."""
+    cases = [
+        Case(f"layers {name}", partial(_layers, hidden, dtype))
+        for name, hidden, dtype in (
+            ("D=2048 bf16", 2048, BF16),
+            ("D=7168 bf16", 7168, BF16),
+            ("D=2048 fp16", 2048, FP16),
+            ("D=2048 fp32", 2048, FP32),
+        )
+    ]
+    return [*cases, Case("layers D=7168 bf16 to fp8", partial(_norm_to_fp8, 7168))]
+
+
+def _layers(hidden: int, dtype: torch.dtype) -> None:
+    ops, tokens = TritonOps(), 64
+    x, weight = torch.empty(tokens, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
+    ops.add_rms_norm(x, x, weight, 1e-6)
+    ops.rms_norm(x, weight, 1e-6)
+    ops.rms_norm(x.view(tokens, hidden // 128, 128), weight[:128], 1e-6)
+    ops.gated_activation(x, "silu")
+
+
+def _norm_to_fp8(hidden: int) -> None:
+    x = torch.empty(64, hidden, dtype=BF16)
+    add_rms_norm_fp8(x, x, torch.empty(hidden, dtype=BF16), 1e-6)

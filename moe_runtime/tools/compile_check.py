@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -23,12 +27,14 @@ from moe_runtime.errors import BackendUnavailable, ConfigError
 from moe_runtime.tools import compile_budgets
 from moe_runtime.tools.compile_cases import all_cases
 from moe_runtime.tools.compile_worker import Request, Row, Start
+from moe_runtime.tools.kernel_report import Report
 from moe_runtime.tools.stand_in_driver import TARGETS
 from moe_runtime.weights.demo_model import models_folder
 
 WORKERS = 2
-LIMIT_S = 900.0
-"""Longest time for all cases of one target."""
+WORKER = (sys.executable, "-m", "moe_runtime.tools.compile_worker")
+LIMIT_S = 120.0
+"""Longest time for one case on one target, the start of its worker included."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows)))
     found = matrix.check(rows, left_out if complete else None)
-    lines = [*table(rows), *excluded_lines(matrix, names, targets), summary(rows, time.monotonic() - begin)]
+    lines = [*table(rows), "", *by_subject(rows, matrix, names), "", *excluded_lines(matrix, names, targets)]
+    lines.append(summary(rows, time.monotonic() - begin))
     if left_out:
         lines.append(
             f"not compiled: {', '.join(left_out)}: needs nvidia-nvshmem-cu13==3.4.5 installed, or --nvshmem FILE"
@@ -116,9 +123,8 @@ def _compile_target(request: Request, triton_cache: Path) -> list[Row]:
     """In worker processes: another one after each case that takes its worker down."""
     rows: list[Row] = []
     left = request.cases
-    deadline = time.monotonic() + LIMIT_S
     while left:
-        written, problem = _run_worker(msgspec.structs.replace(request, cases=left), triton_cache, deadline)
+        written, problem = _run_worker(msgspec.structs.replace(request, cases=left), triton_cache, LIMIT_S)
         rows += [line for line in written if isinstance(line, Row)]
         if problem is None:
             return rows
@@ -131,29 +137,51 @@ def _compile_target(request: Request, triton_cache: Path) -> list[Row]:
     return rows
 
 
-def _run_worker(
-    request: Request, triton_cache: Path, deadline: float
-) -> tuple[list[Start | Row], str | None]:
-    """What the worker wrote, and what was wrong if it did not come to its end."""
+def _run_worker(request: Request, triton_cache: Path, limit_s: float) -> tuple[list[Start | Row], str | None]:
+    """What the worker wrote, and what was wrong if it did not come to its end, or was silent for longer than the limit."""
     # Compiled kernels cannot come out of the interpreter, whatever this process uses.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(triton_cache)
-    command = [sys.executable, "-m", "moe_runtime.tools.compile_worker"]
-    try:
-        done = subprocess.run(
-            command, input=msgspec.json.encode(request), capture_output=True, env=environment, check=False,
-            timeout=max(1.0, deadline - time.monotonic()),
-        )  # fmt: skip
-        output, problem = done.stdout, None
-        if done.returncode:
-            last = done.stderr.decode(errors="replace").strip().splitlines()[-3:]
-            problem = f"the compiler ended its process with {done.returncode}: {' | '.join(last)}"
-    except subprocess.TimeoutExpired as e:
-        output, problem = e.stdout or b"", f"took longer than {LIMIT_S:g} s with the cases before it"
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
+        given.write(msgspec.json.encode(request))
+        given.seek(0)
+        # A group of its own, so that the assembler that it waits for ends with it.
+        worker = subprocess.Popen(
+            WORKER,
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
+        )
+        assert worker.stdout is not None
+        with worker.stdout:
+            output, in_time = _read(worker.stdout, limit_s)
+        if not in_time:
+            os.killpg(worker.pid, signal.SIGKILL)
+        worker.wait()
+        errors.seek(0)
+        last = errors.read().decode(errors="replace").strip().splitlines()[-3:]
+    problem = None
+    if not in_time:
+        problem = f"took longer than {limit_s:g} s"
+    elif worker.returncode:
+        problem = f"the compiler ended its process with {worker.returncode}: {' | '.join(last)}"
     lines = output.split(b"\n")[:-1]
     return [
         msgspec.json.decode(line, type=Start if b'"start"' in line[:9] else Row) for line in lines
     ], problem
+
+
+def _read(stream: IO[bytes], limit_s: float) -> tuple[bytes, bool]:
+    """Everything up to the stream's end, or until nothing comes for so long; whether it came to its end."""
+    output = b""
+    while select.select([stream], [], [], limit_s)[0]:
+        piece = os.read(stream.fileno(), 1 << 16)
+        if not piece:
+            return output, True
+        output += piece
+    return output, False
 
 
 def table(rows: list[Row]) -> list[str]:
@@ -172,6 +200,29 @@ def table(rows: list[Row]) -> list[str]:
         lines.append(
             start + f"{r.num_warps:5} {r.registers:4} {r.spills:6} {r.shared_bytes:6} {found}".rstrip()
         )
+    return lines
+
+
+def by_subject(rows: list[Row], matrix: compile_budgets.Matrix, names: list[str]) -> list[str]:
+    """Markdown: a line per subject (a case's first word) and target."""
+    lines = [
+        "| subject | target | kernels | excluded cases | most registers | most spills | most shared bytes |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
+    groups: dict[tuple[str, str], list[Report]] = {}
+    for row in rows:
+        if row.report is not None:
+            groups.setdefault((row.case.split()[0], row.target), []).append(row.report)
+    for (subject, target), found in sorted(groups.items()):
+        excluded = sum(
+            name.split()[0] == subject and on == target and name in names for name, on in matrix.excluded
+        )
+        most = [
+            max(values)
+            for values in zip(*((r.registers, r.spills, r.shared_bytes) for r in found), strict=True)
+        ]
+        cells = (subject, target, len(found), excluded, *most)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 
 

@@ -251,6 +251,9 @@ def test_supports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_paged, "target_arch", lambda device: 80)
     assert "sm_80" in why(good, stored=FP8)
     assert why(good) == "None"
+    monkeypatch.setattr(triton_paged, "target_arch", lambda device: 100)
+    assert "sm_100" in why(good, dtype=torch.float32)
+    assert why(good) == why(good, stored=FP8) == "None"
 
 
 def test_a_cpu_without_the_interpreter_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
