@@ -7,6 +7,7 @@ that a compiler that takes the process down is known by the case.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from moe_runtime.tools.stand_in_driver import TARGETS, StandInDriver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import IO
 
     from moe_runtime.tools.compile_cases import Case
     from moe_runtime.tools.stand_in_driver import Launch
@@ -58,19 +60,22 @@ class Start(msgspec.Struct):
 def main() -> int:
     """See the module."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+    # What LLVM prints must not mix with the rows: it goes where errors go.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
     driver = StandInDriver(TARGETS[request.target])
     driver.install()
     cases = {case.name: case for case in all_cases(request.nvshmem)}
     for name in request.cases:
-        _write(Start(name))
+        _write(answers, Start(name))
         for row in _rows(cases[name], driver, Path(request.reports_folder)):
-            _write(row)
+            _write(answers, row)
     return 0
 
 
-def _write(what: Start | Row) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(what) + b"\n")
-    sys.stdout.buffer.flush()
+def _write(answers: IO[bytes], what: Start | Row) -> None:
+    answers.write(msgspec.json.encode(what) + b"\n")
+    answers.flush()
 
 
 def _rows(case: Case, driver: StandInDriver, folder: Path) -> Iterator[Row]:
