@@ -97,9 +97,7 @@ def test_same_floats(tmp_path: Path, seed: int) -> None:
     ("family", "way"),
     [
         ("mixtral", {"ep": 8, "num_redundant_experts": 2, "max_num_batched_tokens": 32}),
-        ("qwen2_moe", {"ep": 2, "dispatcher": "collective", "max_num_batched_tokens": 5}),
-        ("qwen3_moe", {"ep": 4, "num_redundant_experts": 3, "block_size": 8}),
-        ("olmoe", {"ep": 4, "dispatcher": "collective", "num_redundant_experts": 1}),
+        ("qwen2_moe", {"ep": 4, "dispatcher": "collective", "num_redundant_experts": 3, "block_size": 8}),
     ],
 )
 def test_same_floats_everywhere(family: str, way: dict[str, Any], tmp_path: Path, seed: int) -> None:

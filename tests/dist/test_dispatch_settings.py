@@ -68,7 +68,6 @@ def numbers(outputs: list[RequestOutput]) -> Answer:
         ({"dispatch_dtype": "fp8"}, True),
         # Two partial sums of float32 rounded otherwise than one sum.
         ({"combine": "per_rank"}, False),
-        pytest.param({"combine": "per_rank", "dispatch_dtype": "fp8"}, False, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -74,7 +74,6 @@ def draw_prompts(vocab: int, seed: int, *lengths: int) -> list[list[int]]:
     [
         ("qwen3_moe", 1),
         ("qwen3_moe", 2),
-        pytest.param("mixtral", 1, marks=SLOW),
         pytest.param("qwen2_moe", 2, marks=SLOW),
     ],
 )
@@ -106,9 +105,7 @@ def test_tokens_are_transformers_tokens(family: str, ep: int, tmp_path: Path, se
     ("checkpoint", "settings", "bound"),
     [
         ("plain", {"ep": 2, "combine": "per_rank"}, MAX_LOGPROB_ERROR),
-        ("plain", {"ep": 2, "dispatch_dtype": "fp8"}, 0.05),
         ("plain", {"ep": 1, "kv_cache_dtype": "fp8_e4m3"}, 0.05),
-        ("plain", {"ep": 2, "dtype": "bfloat16"}, 0.1),
         ("fp8", {"ep": 1}, 0.05),
         ("fp8", {"ep": 2, "combine": "per_rank", "dispatch_dtype": "fp8", "dtype": "bfloat16"}, 0.15),
     ],

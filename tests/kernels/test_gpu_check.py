@@ -89,21 +89,6 @@ def test_bad_arguments(arguments: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_with_torch_and_triton_alone(seed: int, only_torch_and_triton: Path, tmp_path: Path) -> None:
-    """One check that imports little and one that imports the decoder; the test below runs all."""
-    out = tmp_path / "out.json"
-    chosen = [part for name in ("grouping", "model") for part in ("--only", name)]
-    done = run_script(
-        "--interpret", "--seed", str(seed), "--out", str(out), *chosen, path=only_torch_and_triton
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    checks = json.loads(out.read_text())["checks"]
-    assert [c["status"] for c in checks] == ["ok"] * 2
-    assert all(c["rows"] for c in checks)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @needs_no_gpu
 def test_stage_one_in_the_interpreter(seed: int, only_torch_and_triton: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
