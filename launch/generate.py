@@ -20,10 +20,10 @@ if str(ROOT) not in sys.path:
     # Python puts launch/ first; the package lies beside it.
     sys.path.insert(0, str(ROOT))
 
-from moe_runtime import cli  # noqa: E402
-from moe_runtime.config import BatchConfig, EngineConfig  # noqa: E402
-from moe_runtime.errors import MoeRuntimeError  # noqa: E402
-from moe_runtime.server.batch import Summary, run_batch  # noqa: E402
+from moe_runtime import cli
+from moe_runtime.config import BatchConfig, EngineConfig
+from moe_runtime.errors import MoeRuntimeError
+from moe_runtime.server.batch import Summary, run_batch
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM."""

@@ -14,9 +14,9 @@ import sys
 # Ctrl-C while torch is imported just ends it; then torchrun handles it, once there are ranks to end.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from torch.distributed import run  # noqa: E402
-from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: E402
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, error_handler  # noqa: E402
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, error_handler
 
 
 def main() -> int:

@@ -10,12 +10,16 @@ a process of its own, started by rank 0.
 
 from __future__ import annotations
 
+import signal
+
+# Ctrl-C while modules are imported just ends this process; Python's own way would show a traceback.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import contextlib
 import json
 import logging
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -29,15 +33,15 @@ if str(ROOT) not in sys.path:
     # torchrun puts launch/ first; the package lies beside it.
     sys.path.insert(0, str(ROOT))
 
-import msgspec  # noqa: E402
+import msgspec
 
-from moe_runtime import cli  # noqa: E402
-from moe_runtime.config import EngineConfig, ServerConfig, replace, with_environment  # noqa: E402
-from moe_runtime.engine.worker import leave, limit_kernel_caches, serve_rank, setup_logging  # noqa: E402
-from moe_runtime.errors import ConfigError, MoeRuntimeError  # noqa: E402
-from moe_runtime.server.sockets import listen  # noqa: E402
-from moe_runtime.watchdog import Watchdog, die_with_parent  # noqa: E402
-from moe_runtime.weights.demo_model import resolve_model  # noqa: E402
+from moe_runtime import cli
+from moe_runtime.config import EngineConfig, ServerConfig, replace, with_environment
+from moe_runtime.engine.worker import leave, limit_kernel_caches, serve_rank, setup_logging
+from moe_runtime.errors import ConfigError, LockstepError, MoeRuntimeError
+from moe_runtime.server.sockets import listen
+from moe_runtime.watchdog import Watchdog, die_with_parent
+from moe_runtime.weights.demo_model import resolve_model
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -68,13 +72,13 @@ def main(argv: list[str]) -> int:
     # Whatever ends the parent (torchrun) ends this process, in order.
     die_with_parent(signal.SIGTERM)
     if "RANK" not in os.environ or (os.environ["WORLD_SIZE"] == "1" and engine.ep > 1):
-        # Told here before anything starts; and the demo model is built with its progress on screen.
+        # Told here before anything starts; and the demo model is built with its progress on screen, or cleared away.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         resolve_model(engine.model)
         listen(server.host, server.port).close()
         become_torchrun(engine.ep, argv)
     check_rank_count(engine.ep)
-    # Until the front-end runs, Ctrl-C just ends this process; Python's own way would show a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    check_torchrun()
     return run_rank(engine, server)
 
 
@@ -110,6 +114,25 @@ def check_rank_count(ep: int) -> None:
             f"--ep {ep}, but torchrun started {started} ranks. Type: torchrun --nproc-per-node {ep} launch/serve.py --ep {ep}"
             f" ... (or let the script start them: torchrun launch/serve.py --ep {ep} ...)"
         )
+
+
+def check_torchrun() -> None:
+    """Raises LockstepError if torchrun ended before this process asked to end with it: nobody would ever end it.
+
+    The kernel closes torchrun's store before it tells torchrun's children, so one of the two is always seen.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.create_connection(where, timeout=5).close()
+    except ConnectionRefusedError as error:
+        raise LockstepError(
+            f"torchrun ended before its ranks had started ({where[0]}:{where[1]}: {error})"
+        ) from None
+    except OSError as error:
+        # Slow or filtered networks: joining the others has its own, longer, patience.
+        logger.debug("torchrun's store was not reached at once: %s", error)
 
 
 def run_rank(engine: EngineConfig, server: ServerConfig) -> int:
