@@ -188,7 +188,7 @@ def join(
     if topology.peer_pids[0]:
         # On rank 0's host.
         watchdog.watch(int(pid), f"the HTTP front-end (process {pid})")
-    handle_signals(int(pid) if topology.rank == 0 else None, watchdog)
+    handle_signals(int(pid) if topology.peer_pids[0] else None, topology.rank == 0, watchdog)
     return topology, address
 
 
@@ -224,15 +224,19 @@ def start_front_end(engine: EngineConfig, server: ServerConfig, address: str) ->
     return process
 
 
-def handle_signals(front_end_pid: int | None, watchdog: Watchdog) -> None:
-    """SIGTERM and SIGHUP drain, Ctrl-C stops now: rank 0 tells the front-end, which tells all ranks by a tick."""
+def handle_signals(front_end_pid: int | None, is_first: bool, watchdog: Watchdog) -> None:
+    """SIGTERM and SIGHUP drain, Ctrl-C stops now: ranks on its host tell the front-end, which tells all ranks by a tick.
+
+    Only rank 0's second SIGTERM means that draining is not to be waited for: the others may be late with their first.
+    """
+    drain = signal.SIGTERM if is_first else signal.SIGRTMIN
 
     def forward(signum: int, _frame: FrameType | None) -> None:
         watchdog.expect_deaths()
         if front_end_pid is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            os.kill(front_end_pid, signal.SIGUSR1 if signum == signal.SIGINT else signal.SIGTERM)
+            os.kill(front_end_pid, signal.SIGUSR1 if signum == signal.SIGINT else drain)
 
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, forward)

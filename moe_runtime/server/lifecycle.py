@@ -90,6 +90,11 @@ class Lifecycle:
         self.state.phase = Phase.DRAINING
         self._end.set()
 
+    def drain_once(self) -> None:
+        """As `drain`, but never a reason not to wait: every rank may ask for it, at its own time."""
+        if self.state.phase is not Phase.DRAINING:
+            self.drain()
+
     def stop(self) -> None:
         """Leave now; running requests get an error."""
         if self.state.phase is not Phase.DEAD:

@@ -32,6 +32,8 @@ PARENT_DIED = signal.SIGUSR2
 """What the kernel sends when rank 0 ends. Can be caught, unlike SIGKILL: clients are still told."""
 STOP_NOW = signal.SIGUSR1
 DRAIN = signal.SIGTERM
+DRAIN_ONCE = signal.SIGRTMIN
+"""What ranks other than 0 pass on, so that no rank's SIGTERM goes unheard."""
 _OPEN_FILES = 65536
 
 logger = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         os._exit(1)
 
     # Before anything slow: a signal sent to a process without handlers kills it.
-    for signum in (DRAIN, STOP_NOW, PARENT_DIED):
+    for signum in (DRAIN, DRAIN_ONCE, STOP_NOW, PARENT_DIED):
         signal.signal(signum, leave)
     # Ctrl-C is rank 0's to handle: it sends STOP_NOW.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -95,6 +97,7 @@ async def _serve(engine: EngineConfig, server: ServerConfig, link: str) -> int:
         life = Lifecycle(engine, server, link, sock)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(DRAIN, life.drain)
+        loop.add_signal_handler(DRAIN_ONCE, life.drain_once)
         loop.add_signal_handler(STOP_NOW, life.stop)
         loop.add_signal_handler(PARENT_DIED, life.fail, "rank 0 has died")
         return await life.run()
