@@ -62,7 +62,7 @@ class SmallModel:
     def step(self, spans: list[tuple[int, int]]) -> torch.Tensor:
         """Logits (sequences, V) float32 after each sequence's last token."""
         batch = self.batch(spans)
-        return self.decoder(batch, self.attention, self.attention.plan(batch), self.moe)
+        return self.decoder([(batch, self.attention.plan(batch))], self.attention, self.moe)
 
 
 def small_model(

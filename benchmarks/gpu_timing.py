@@ -267,7 +267,7 @@ def _capture(env: Env, model: Any, spans: list[tuple[int, int]]) -> dict[str, An
     plan = model.attention.plan(batch)
 
     def forward() -> torch.Tensor:
-        return model.decoder(batch, model.attention, plan, model.moe)
+        return model.decoder([(batch, plan)], model.attention, model.moe)
 
     expected = forward().clone()
     stream = torch.cuda.Stream()

@@ -29,6 +29,23 @@ if TYPE_CHECKING:
     from moe_runtime.experts.base import ExpertKernel, ExpertWeights
 
 
+@dataclass(frozen=True)
+class MoeInput:
+    """What goes through one MoE layer."""
+
+    moe_layer: int
+    """In model order, counting MoE layers only."""
+    x_TD: torch.Tensor
+    """Normed hidden states. They must not change until compute() has returned."""
+    routing: Routing
+    weights: ExpertWeights
+    """Of this rank's slots."""
+    max_num_tokens: int
+    """Largest T on any rank."""
+    meanwhile: Callable[[], torch.Tensor] | None = None
+    """A shared expert: computed while rows travel, its (T, D) added to the output."""
+
+
 class MoePass(Protocol):
     """A pass through a MoE layer that has begun; compute() and then finish() are called once each."""
 
@@ -44,31 +61,8 @@ class MoePass(Protocol):
 class RoutedExperts(Protocol):
     """What runs the routed experts of any MoE layer: collective over the ranks, also with T = 0."""
 
-    def begin(
-        self,
-        moe_layer: int,
-        x_TD: torch.Tensor,
-        routing: Routing,
-        weights: ExpertWeights,
-        max_num_tokens: int,
-        meanwhile: Callable[[], torch.Tensor] | None = None,
-    ) -> MoePass:
-        """Send rows to their experts. x_TD must not change until compute() has returned.
-
-        `meanwhile` (a shared expert) is computed while they travel; its result is added to the output.
-        """
-        ...
-
-    def __call__(
-        self,
-        moe_layer: int,
-        x_TD: torch.Tensor,
-        routing: Routing,
-        weights: ExpertWeights,
-        max_num_tokens: int,
-        meanwhile: Callable[[], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """All three stages at once. Returns (T, D)."""
+    def begin(self, work: MoeInput) -> MoePass:
+        """Send rows to their experts."""
         ...
 
 
@@ -86,37 +80,15 @@ class ExpertParallelMoe:
     chunks: int = 1
     """Parts in which the rows of a pass travel."""
 
-    def begin(
-        self,
-        moe_layer: int,
-        x_TD: torch.Tensor,
-        routing: Routing,
-        weights: ExpertWeights,
-        max_num_tokens: int,
-        meanwhile: Callable[[], torch.Tensor] | None = None,
-    ) -> ExpertParallelPass:
+    def begin(self, work: MoeInput) -> ExpertParallelPass:
         """See RoutedExperts."""
-        self.timeline.lap("attention", moe_layer=moe_layer, tokens=x_TD.shape[0])
-        placement = self.placements[moe_layer]
+        self.timeline.lap("attention", moe_layer=work.moe_layer, tokens=work.x_TD.shape[0])
+        placement = self.placements[work.moe_layer]
         parts = [
-            _Part(rows_TD, plan_dispatch(part, placement, self.rank, limit), moe_layer)
-            for rows_TD, part, limit in cut_rows(x_TD, routing, max_num_tokens, self.chunks)
+            _Part(rows_TD, plan_dispatch(part, placement, self.rank, limit), work.moe_layer)
+            for rows_TD, part, limit in cut_rows(work.x_TD, work.routing, work.max_num_tokens, self.chunks)
         ]
-        return ExpertParallelPass(self, weights, parts, meanwhile)
-
-    def __call__(
-        self,
-        moe_layer: int,
-        x_TD: torch.Tensor,
-        routing: Routing,
-        weights: ExpertWeights,
-        max_num_tokens: int,
-        meanwhile: Callable[[], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """See RoutedExperts."""
-        begun = self.begin(moe_layer, x_TD, routing, weights, max_num_tokens, meanwhile)
-        begun.compute()
-        return begun.finish()
+        return ExpertParallelPass(self, work.weights, parts, work.meanwhile)
 
 
 def cut_rows(

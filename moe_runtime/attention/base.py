@@ -40,6 +40,14 @@ class AttentionNeed:
     """Of the KV cache: `dtype`, or float8_e4m3fn."""
 
 
+def heads_problem(layers: tuple[AttentionSpec, ...]) -> str | None:
+    """Why query heads cannot share KV heads evenly, or None; for a backend's `supports`."""
+    for spec in layers:
+        if spec.num_heads % spec.num_kv_heads:
+            return f"{spec.num_heads} query heads are not a multiple of {spec.num_kv_heads} KV heads"
+    return None
+
+
 class AttentionBackend(Protocol):
     """Owns no state but the KV cache it was given; `plan` once per step on the host, `run` once per layer."""
 

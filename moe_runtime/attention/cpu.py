@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from moe_runtime.attention.base import heads_problem
 from moe_runtime.layers.rope import rotate
 from moe_runtime.quantization import FP8
 
@@ -105,11 +106,9 @@ class CpuPagedAttention:
         if need.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"{need.dtype} is not one of float32, bfloat16, float16"
         for spec in need.layers:
-            if spec.num_heads % spec.num_kv_heads:
-                return f"{spec.num_heads} query heads are not a multiple of {spec.num_kv_heads} KV heads"
             if spec.logit_soft_cap is not None:
                 return "torch's fused attention has no soft cap on scores"
-        return None
+        return heads_problem(need.layers)
 
     def plan(self, batch: ForwardBatch) -> CpuAttentionPlan:
         """Indices and masks of this step, once for all layers with the same window."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_runtime.attention.base import heads_problem
 from moe_runtime.layers.invariant import elementwise, one_thread
 from moe_runtime.layers.rope import rotate
 
@@ -76,9 +77,7 @@ class DeterministicAttention:
         for spec in need.layers:
             if spec.logit_soft_cap is not None:
                 return "logit soft caps are not supported"
-            if spec.num_heads % spec.num_kv_heads:
-                return f"{spec.num_heads} query heads are not a multiple of {spec.num_kv_heads} KV heads"
-        return None
+        return heads_problem(need.layers)
 
     def plan(self, batch: ForwardBatch) -> DeterministicPlan:
         """Tiles and items of this step, for every kind of layer."""

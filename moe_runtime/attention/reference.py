@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_runtime.attention.base import heads_problem
 from moe_runtime.layers.rope import rotate
 
 if TYPE_CHECKING:
@@ -48,10 +49,7 @@ class ReferenceAttention:
         """None if it can serve this model, else why not."""
         if not need.dtype.is_floating_point:
             return f"{need.dtype} is not a floating-point type"
-        for spec in need.layers:
-            if spec.num_heads % spec.num_kv_heads:
-                return f"{spec.num_heads} query heads are not a multiple of {spec.num_kv_heads} KV heads"
-        return None
+        return heads_problem(need.layers)
 
     def plan(self, batch: ForwardBatch) -> ReferencePlan:
         """Find every sequence's rows and slots."""

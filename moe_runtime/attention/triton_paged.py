@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_runtime.attention.base import heads_problem
 from moe_runtime.quantization import FP8
 from moe_runtime.triton_support.availability import target_arch, triton_problem
 
@@ -118,13 +119,11 @@ class TritonPagedAttention:
         if need.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"{need.dtype} is not one of float32, bfloat16, float16"
         for spec in need.layers:
-            if spec.num_heads % spec.num_kv_heads:
-                return f"{spec.num_heads} query heads are not a multiple of {spec.num_kv_heads} KV heads"
             if spec.head_dim > MAX_HEAD_DIM:
                 return f"heads of {spec.head_dim} dimensions are larger than {MAX_HEAD_DIM}"
             if spec.num_heads // spec.num_kv_heads > MAX_GROUP:
                 return f"more than {MAX_GROUP} query heads share a KV head"
-        problem = triton_problem(need.device_type)
+        problem = heads_problem(need.layers) or triton_problem(need.device_type)
         if problem is not None:
             return problem
         arch = target_arch(torch.device(need.device_type))

@@ -106,10 +106,7 @@ class FixedExchange:
     ) -> ExpertBatch:
         K, C = plan.global_slot_TK.shape[1], words_RW.shape[0] // plan.num_ranks
         grouping = group_pairs(words_RW[:, :K].long(), plan.slots_per_rank)
-        pair_S = grouping.pair_S
-        if pair_S.device.type == "cpu":
-            pair_S = pair_S[: int(grouping.num_rows_p.sum())]
-        row_S = torch.div(pair_S, K, rounding_mode="floor")
+        row_S = torch.div(grouping.expert_rows(), K, rounding_mode="floor")
         block_S = torch.div(row_S, C, rounding_mode="floor")
         weights = words_RW[:, K:].contiguous().view(torch.float32) if self.per_rank else None
         return ExpertBatch(

@@ -25,6 +25,11 @@ class Grouping:
     num_rows_p: torch.Tensor
     """int64: pairs of each slot."""
 
+    def expert_rows(self) -> torch.Tensor:
+        """pair_S as far as it has slots; where the host reads nothing, on a GPU, all of it."""
+        on_cpu = self.pair_S.device.type == "cpu"
+        return self.pair_S[: int(self.num_rows_p.sum())] if on_cpu else self.pair_S
+
 
 if TYPE_CHECKING:
     GroupPairs = Callable[[torch.Tensor, int], Grouping]

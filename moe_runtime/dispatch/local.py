@@ -41,9 +41,7 @@ class LocalDispatcher:
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Done[ExpertBatch]:
         """The pairs (token, slot) sorted by slot, then token."""
         grouping = self.group(plan.global_slot_TK, plan.slots_per_rank)
-        pair_S = grouping.pair_S
-        if pair_S.device.type == "cpu":
-            pair_S = pair_S[: int(grouping.num_rows_p.sum())]
+        pair_S = grouping.expert_rows()
         self.traffic.dispatches += 1
         return Done(
             ExpertBatch(

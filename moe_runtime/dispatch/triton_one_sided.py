@@ -21,6 +21,7 @@ import torch
 
 from moe_runtime.core import DispatchPlan, ExpertBatch
 from moe_runtime.dispatch.rows import Traffic
+from moe_runtime.dispatch.triton_grouping import group_pairs
 from moe_runtime.dispatch.triton_one_sided_launch import OneSidedKernels, as_words
 from moe_runtime.dispatch.triton_one_sided_slabs import LATE, Call, fit_layout, watch
 from moe_runtime.errors import BackendUnavailable, CapacityError, LockstepError
@@ -60,7 +61,9 @@ class _Handle:
     """What combine needs of a dispatch."""
 
     record_RX: torch.Tensor
+    """int32: token, slots and maybe weights of every row, as `triton_one_sided_slabs` draws them."""
     expert_row_RK: torch.Tensor
+    """int64: the expert row of each pair, -1 for none."""
     count_rN: torch.Tensor
     """int32 [round, source]: rows that came."""
 
@@ -168,10 +171,10 @@ class TritonOneSidedDispatcher:
 
         def result() -> ExpertBatch:
             self._last = None
-            row_index_S, num_rows_p, expert_row_RK = kernels.group(record_RX, K, plan.slots_per_rank)
-            return ExpertBatch(
-                tokens_RD, row_index_S, num_rows_p, _Handle(record_RX, expert_row_RK, count_rN)
-            )
+            grouping = group_pairs(record_RX[:, 1 : 1 + K].long(), plan.slots_per_rank)
+            row_index_S = torch.div(grouping.pair_S, K, rounding_mode="floor")
+            handle = _Handle(record_RX, grouping.position_TK, count_rN)
+            return ExpertBatch(tokens_RD, row_index_S, grouping.num_rows_p, handle)
 
         self.traffic.dispatches += 1
         transfer = Transfer(rounds, send, receive, result)

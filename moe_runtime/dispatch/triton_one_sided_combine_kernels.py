@@ -1,6 +1,6 @@
-"""Kernels that group received rows by slot, send results back and sum them; see `triton_one_sided_kernels`.
+"""Kernels that send results back and sum them; see `triton_one_sided_kernels`.
 
-Legend: i row of a source in this round, j (row, k) pair, t token of the owner in this round, w word of a row, d element
+Legend: i row of a source in this round, t token of the owner in this round, w word of a row, d element
 of a row, n rank, K experts per token, K2 the next power of two, BT and BW rows and words or elements of one program.
 """
 
@@ -11,48 +11,17 @@ from moe_runtime.triton_support import jit
 
 
 @jit
-def _matching(record_ptr, j, slot, num_pairs, K: tl.constexpr, RECORD: tl.constexpr):
-    """1 for each pair j that `slot` computes, else 0."""
-    found = tl.load(record_ptr + (j // K) * RECORD + 1 + j % K, mask=j < num_pairs, other=-1)
-    return (found == slot).to(tl.int32)
-
-
-@jit(do_not_specialize=["num_pairs", "num_chunks"])
-def count_pairs(
-    record_ptr,
-    count_ptr,
-    num_pairs,
-    num_chunks,
-    K: tl.constexpr,
-    RECORD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """count[slot, chunk]: pairs of that chunk of pairs that the slot computes."""
-    slot, chunk = tl.program_id(0), tl.program_id(1)
-    j = chunk.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    matches = _matching(record_ptr, j, slot, num_pairs, K, RECORD)
-    tl.store(count_ptr + slot * num_chunks + chunk, tl.sum(matches, axis=0))
-
-
-@jit(do_not_specialize=["num_pairs", "num_chunks"])
-def place_pairs(
-    record_ptr,
-    start_ptr,
-    row_index_ptr,
-    expert_row_ptr,
-    num_pairs,
-    num_chunks,
-    K: tl.constexpr,
-    RECORD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Number the pairs by (slot, pair) from start[slot, chunk] on: row_index[expert row] and expert_row[pair]."""
-    slot, chunk = tl.program_id(0), tl.program_id(1)
-    j = chunk.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    matches = _matching(record_ptr, j, slot, num_pairs, K, RECORD)
-    expert_row = tl.load(start_ptr + slot * num_chunks + chunk) + tl.cumsum(matches, axis=0) - matches
-    tl.store(row_index_ptr + expert_row, j // K, mask=matches > 0)
-    tl.store(expert_row_ptr + j, expert_row.to(tl.int32), mask=matches > 0)
+def _returns_of(
+    address_ptr, epoch_ptr, me, source, y_ptr, PARITY_BYTES: tl.constexpr, RETURNS_AT: tl.constexpr, RETURNS_BYTES: tl.constexpr,
+    OUTBOX_AT: tl.constexpr,
+):  # fmt: skip
+    """Where results for rank `source` are stored: its own returns, or beyond a network the outbox."""
+    address = tl.load(address_ptr + source)
+    if OUTBOX_AT > 0 and address == 0:
+        address = tl.load(address_ptr + me) + OUTBOX_AT + source * RETURNS_BYTES
+    else:
+        address += ((tl.load(epoch_ptr) + 1) & 1) * PARITY_BYTES
+    return rows_at(address, RETURNS_AT, y_ptr)
 
 
 @jit(do_not_specialize=["me", "first", "rows_per_source"])
@@ -81,12 +50,9 @@ def return_rows(
     i = tl.program_id(1) * BT + tl.arange(0, BT)
     w = tl.program_id(2) * BW + tl.arange(0, BW)
     live = i < tl.load(count_ptr + source)
-    address = tl.load(address_ptr + source)
-    if OUTBOX_AT > 0 and address == 0:
-        address = tl.load(address_ptr + me) + OUTBOX_AT + source * RETURNS_BYTES
-    else:
-        address += ((tl.load(epoch_ptr) + 1) & 1) * PARITY_BYTES
-    back = rows_at(address, RETURNS_AT, y_ptr)
+    back = _returns_of(
+        address_ptr, epoch_ptr, me, source, y_ptr, PARITY_BYTES, RETURNS_AT, RETURNS_BYTES, OUTBOX_AT
+    )
     row = source * rows_per_source + first + i
     t = tl.load(record_ptr + row * RECORD, mask=live, other=0).to(tl.int64)
     for k in tl.static_range(K):
@@ -126,12 +92,9 @@ def return_sums(
     i = tl.program_id(1) * BT + tl.arange(0, BT)
     d = tl.program_id(2) * BW + tl.arange(0, BW)
     live = i < tl.load(count_ptr + source)
-    address = tl.load(address_ptr + source)
-    if OUTBOX_AT > 0 and address == 0:
-        address = tl.load(address_ptr + me) + OUTBOX_AT + source * RETURNS_BYTES
-    else:
-        address += ((tl.load(epoch_ptr) + 1) & 1) * PARITY_BYTES
-    back = rows_at(address, RETURNS_AT, y_ptr)
+    back = _returns_of(
+        address_ptr, epoch_ptr, me, source, y_ptr, PARITY_BYTES, RETURNS_AT, RETURNS_BYTES, OUTBOX_AT
+    )
     row = source * rows_per_source + first + i
     t = tl.load(record_ptr + row * RECORD, mask=live, other=0).to(tl.int64)
     total = tl.zeros((BT, BW), tl.float32)

@@ -31,16 +31,14 @@ class Tiles:
     """Most words or elements of a row."""
     plan_tokens: int
     """Tokens that the plan's prefix sum takes at once."""
-    group_pairs: int
-    """(row, k) pairs that the grouping's prefix sum takes at once."""
     num_warps: int
 
 
 def choose_tiles(interpreted: bool) -> Tiles:
     """On a GPU 4 KiB of a row per program, so that a decode step fills the device; in the interpreter few large programs."""
     if interpreted:
-        return Tiles(rows=32, columns=1024, plan_tokens=64, group_pairs=512, num_warps=4)
-    return Tiles(rows=1, columns=1024, plan_tokens=512, group_pairs=1024, num_warps=4)
+        return Tiles(rows=32, columns=1024, plan_tokens=64, num_warps=4)
+    return Tiles(rows=1, columns=1024, plan_tokens=512, num_warps=4)
 
 
 def as_words(rows: torch.Tensor) -> torch.Tensor:
@@ -224,30 +222,6 @@ class OneSidedKernels:
             BW=columns,
             num_warps=tiles.num_warps,
         )
-
-    def group(
-        self, record_RX: torch.Tensor, topk: int, slots_per_rank: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sort the pairs (row, k) by slot, then row.
-
-        Returns row_index_S (int64, S = R * K, 0 behind the last expert row), num_rows_p (int64), and the expert row of each
-        pair (R, K) int32, undefined where the slot is -1.
-        """
-        from moe_runtime.dispatch.triton_one_sided_combine_kernels import count_pairs, place_pairs
-
-        pairs = record_RX.shape[0] * topk
-        block = min(self.tiles.group_pairs, _power_of_two(pairs))
-        chunks = _blocks(pairs, block)
-        count_pc = record_RX.new_empty(slots_per_rank, chunks)
-        sizes = {"K": topk, "RECORD": record_RX.shape[1], "BLOCK": block, "num_warps": self.tiles.num_warps}
-        count_pairs[(slots_per_rank, chunks)](record_RX, count_pc, pairs, chunks, **sizes)
-        start_pc = count_pc.view(-1).cumsum(0) - count_pc.view(-1)
-        row_index_S = record_RX.new_zeros(pairs, dtype=torch.int64)
-        expert_row_RK = record_RX.new_empty(record_RX.shape[0], topk)
-        place_pairs[(slots_per_rank, chunks)](
-            record_RX, start_pc, row_index_S, expert_row_RK, pairs, chunks, **sizes
-        )
-        return row_index_S, count_pc.sum(1), expert_row_RK
 
     def send_back(
         self,

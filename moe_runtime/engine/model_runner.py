@@ -90,16 +90,14 @@ class ModelRunner:
         timeline.begin_step()
         if plan.block_copies:
             self.cache.copy_blocks(plan.block_copies)
+        pieces = [(plan, agreed.max_num_tokens)]
         if way is Way.TWO_BATCHES:
-            halves = zip(split(plan, half(plan)), agreed.max_halves, strict=True)
-            parts = [self._prepare(part, limit) for part, limit in halves]
-            logits = self.decoder.forward_in_turn(parts, self.attention, self.moe)
-        else:
-            batch, attention_plan = self._prepare(plan, agreed.max_num_tokens)
-            moe = replace(self.moe, chunks=2) if way is Way.CHUNKS else self.moe
-            logits = self.decoder(batch, self.attention, attention_plan, moe)
+            pieces = list(zip(split(plan, half(plan)), agreed.max_halves, strict=True))
+        parts = [self._prepare(part, limit) for part, limit in pieces]
+        moe = replace(self.moe, chunks=2) if way is Way.CHUNKS else self.moe
+        logits = self.decoder(parts, self.attention, moe)
         timeline.lap("head")
-        forward_ns = timeline.end_step(tokens=plan.num_tokens, halves=2 if way is Way.TWO_BATCHES else 1)
+        forward_ns = timeline.end_step(tokens=plan.num_tokens, halves=len(parts))
         self.trace.step_done()
         return logits, StepTimes(
             # A forward pass without MoE layers does not wait; 0 would say that there are no times.

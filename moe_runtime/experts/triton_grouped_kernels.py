@@ -9,6 +9,7 @@ one slot by BN columns of every part. Suffix-free names of tiles: x (BM, BK), w 
 import triton.language as tl
 
 from moe_runtime.triton_support import jit
+from moe_runtime.triton_support.activation_kernels import activate
 from moe_runtime.triton_support.fp8_kernels import decode_e4m3, scale_of, to_e4m3
 
 GROUP = tl.constexpr(128)
@@ -272,18 +273,10 @@ def _activate(gate, up, ACT: tl.constexpr, LIMIT: tl.constexpr):
         h = gate
     elif ACT == "relu2":
         h = tl.where(gate < 0, 0.0, gate * gate)
-    elif ACT == "silu":
-        h = gate * tl.sigmoid(gate) * up
     elif ACT == "swiglu_oai":
         h = gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
-    elif ACT == "relu":
-        h = tl.where(gate < 0, 0.0, gate) * up
-    elif ACT == "gelu":
-        h = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
     else:
-        tl.static_assert(ACT == "gelu_pytorch_tanh")
-        # (1 + tanh z) / 2 = sigmoid(2 z) with z = sqrt(2 / pi) (g + 0.044715 g^3)
-        h = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+        h = activate(gate, ACT) * up
     return h
 
 

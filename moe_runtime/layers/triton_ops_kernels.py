@@ -6,11 +6,10 @@ A row's result does not depend on the other rows. Legend: D row size, DP its nex
 import triton.language as tl
 
 from moe_runtime.triton_support import jit
+from moe_runtime.triton_support.activation_kernels import activate
+from moe_runtime.triton_support.fp8_kernels import scale_of, to_e4m3
 
-FP8_MAX = tl.constexpr(448.0)
 GROUP = tl.constexpr(128)
-SQRT_HALF = tl.constexpr(0.7071067811865476)
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @jit
@@ -18,13 +17,10 @@ def _quantize(x, payload_ptr, scale_ptr, row, live, D: tl.constexpr, BR: tl.cons
     """Rows x (BR, DP) as FP8 with a float32 scale per GROUP values, as of quantization.quantize_rows."""
     GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
     x = tl.reshape(x, (BR, DP // GROUP, GROUP))
-    largest = tl.max(tl.abs(x), 2)
-    scale = tl.where(largest > 0, tl.div_rn(largest, FP8_MAX), 1.0)
+    scale = scale_of(tl.max(tl.abs(x), 2))
     x = tl.div_rn(x, tl.broadcast_to(scale[:, :, None], (BR, DP // GROUP, GROUP)))
-    # Not minimum and maximum, which would turn NaN into a number.
-    x = tl.where(x > FP8_MAX, FP8_MAX, tl.where(x < -FP8_MAX, -FP8_MAX, x))
     column = tl.arange(0, DP)[None, :]
-    payload = tl.reshape(x, (BR, DP)).to(tl.float8e4nv)
+    payload = to_e4m3(tl.reshape(x, (BR, DP)), payload_ptr.dtype.element_ty)
     tl.store(payload_ptr + row[:, None] * D + column, payload, mask=live[:, None] & (column < D))
     group = tl.arange(0, DP // GROUP)[None, :]
     tl.store(scale_ptr + row[:, None] * GROUPS + group, scale, mask=live[:, None] & (group < GROUPS))
@@ -62,26 +58,6 @@ def rms_norm(
         tl.store(out_ptr + row[:, None] * D + column, out, mask=inside)
 
 
-@jit
-def _sigmoid(x):
-    return 1 / (1 + tl.exp2(x * -LOG2E))
-
-
-@jit
-def _activate(x, ACTIVATION: tl.constexpr):
-    """layers.activation.ACTIVATIONS, in float32."""
-    if ACTIVATION == "silu":
-        return x * _sigmoid(x)
-    elif ACTIVATION == "gelu":
-        return 0.5 * x * (1 + tl.erf(x * SQRT_HALF))
-    elif ACTIVATION == "gelu_pytorch_tanh":
-        # 0.5 (1 + tanh(y)) is sigmoid(2 y).
-        return x * _sigmoid(2 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
-    else:
-        tl.static_assert(ACTIVATION == "relu")
-        return tl.where(x < 0, 0.0, x)
-
-
 @jit(do_not_specialize=["num_rows"])
 def gated_activation(
     x_ptr,
@@ -100,5 +76,5 @@ def gated_activation(
     row = row.to(tl.int64)
     gate = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * stride + F + column, mask=inside, other=0.0).to(tl.float32)
-    activated = _activate(gate, ACTIVATION).to(x_ptr.dtype.element_ty).to(tl.float32)
+    activated = activate(gate, ACTIVATION).to(x_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * F + column, (activated * up).to(out_ptr.dtype.element_ty), mask=inside)

@@ -20,13 +20,14 @@ from moe_runtime.layers.embedding import Embedding
 from moe_runtime.layers.linear import GatedMlp, Linear, weight
 from moe_runtime.layers.norm import RmsNorm
 from moe_runtime.layers.rope import RotaryEmbedding
+from moe_runtime.moe import MoeInput
 from moe_runtime.quantization import FP8
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from moe_runtime.attention.base import AttentionBackend
-    from moe_runtime.core import ForwardBatch, Routing
+    from moe_runtime.core import ForwardBatch
     from moe_runtime.experts.router import Router
     from moe_runtime.layers.ops import LayerOps
     from moe_runtime.layers.rope import Rotation
@@ -131,21 +132,12 @@ class MoeMlp(nn.Module):
             quantize_activations=self.quantize_activations,
         )
 
-    def forward(self, x_TD: torch.Tensor, moe: RoutedExperts, max_num_tokens: int) -> torch.Tensor:
-        """x_TD: normed hidden states. Calls `moe` once, also with T = 0. Returns (T, D)."""
-        return moe(*self._work(x_TD, max_num_tokens))
-
-    def begin(self, x_TD: torch.Tensor, moe: RoutedExperts, max_num_tokens: int) -> MoePass:
-        """The first of the three stages of forward()."""
-        return moe.begin(*self._work(x_TD, max_num_tokens))
-
-    def _work(
-        self, x_TD: torch.Tensor, max_num_tokens: int
-    ) -> tuple[int, torch.Tensor, Routing, ExpertWeights, int, Callable[[], torch.Tensor] | None]:
-        """What `moe` is called with."""
+    def forward(self, x_TD: torch.Tensor, moe: RoutedExperts, max_num_tokens: int) -> MoePass:
+        """x_TD: normed hidden states, T may be 0. Sends rows to their experts; the output is the pass's."""
         routing = self.route(self.router(x_TD), self.routing_method, None, self.weights_dtype)
         shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
-        return self.moe_layer, x_TD, routing, self.expert_weights(), max_num_tokens, shared
+        weights = self.expert_weights()
+        return moe.begin(MoeInput(self.moe_layer, x_TD, routing, weights, max_num_tokens, shared))
 
     def _shared(self, x_TD: torch.Tensor) -> torch.Tensor:
         assert self.shared_expert is not None
@@ -156,7 +148,7 @@ class MoeMlp(nn.Module):
 
 @dataclass
 class Stream:
-    """A batch on its way through the layers, for `Decoder.forward_in_turn`."""
+    """A batch on its way through the layers."""
 
     batch: ForwardBatch
     plan: Any
@@ -200,48 +192,22 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RmsNorm(spec.hidden_size, spec.norm_eps, dtype, device, ops)
         self.mlp = mlp
 
-    def forward(
-        self,
-        x_TD: torch.Tensor,
-        delta_TD: torch.Tensor | None,
-        rotation: Rotation,
-        backend: AttentionBackend,
-        plan: Any,
-        moe: RoutedExperts,
-        max_num_tokens: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x_TD: the residual stream, delta_TD: what is still to be added to it; `plan` is the attention backend's.
+    def forward(self, stream: Stream, backend: AttentionBackend, moe: RoutedExperts) -> None:
+        """Takes a stream to where its tokens have left for their experts; a dense layer to its end.
 
-        Returns the same pair after this layer: an addition is left to the next norm, which does it in passing.
+        The addition of what the MLP gives is left to the next norm, which does it in passing.
         """
-        x_TD, normed = self._before_mlp(x_TD, delta_TD, rotation, backend, plan)
-        if isinstance(self.mlp, MoeMlp):
-            return x_TD, self.mlp(normed, moe, max_num_tokens)
-        return x_TD, self.mlp(normed)
-
-    def begin(self, stream: Stream, backend: AttentionBackend, moe: RoutedExperts) -> None:
-        """forward() of a stream up to where its tokens have left for their experts."""
         delta_TD = stream.arrived()
-        stream.x_TD, normed = self._before_mlp(stream.x_TD, delta_TD, stream.rotation, backend, stream.plan)
+        if delta_TD is None:
+            normed = self.input_norm(stream.x_TD)
+        else:
+            stream.x_TD, normed = self.input_norm.after_adding(stream.x_TD, delta_TD)
+        attended = self.attention(normed, stream.rotation, backend, stream.plan)
+        stream.x_TD, normed = self.mlp_norm.after_adding(stream.x_TD, attended)
         if isinstance(self.mlp, MoeMlp):
-            stream.under_way = self.mlp.begin(normed, moe, stream.batch.max_num_tokens)
+            stream.under_way = self.mlp(normed, moe, stream.batch.max_num_tokens)
         else:
             stream.delta_TD = self.mlp(normed)
-
-    def _before_mlp(
-        self,
-        x_TD: torch.Tensor,
-        delta_TD: torch.Tensor | None,
-        rotation: Rotation,
-        backend: AttentionBackend,
-        plan: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream after attention, and what the MLP gets of it."""
-        if delta_TD is None:
-            normed = self.input_norm(x_TD)
-        else:
-            x_TD, normed = self.input_norm.after_adding(x_TD, delta_TD)
-        return self.mlp_norm.after_adding(x_TD, self.attention(normed, rotation, backend, plan))
 
 
 class Decoder(nn.Module):
@@ -282,49 +248,28 @@ class Decoder(nn.Module):
         return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeMlp))
 
     def forward(
-        self, batch: ForwardBatch, attention: AttentionBackend, attention_plan: Any, moe: RoutedExperts
-    ) -> torch.Tensor:
-        """Compute the batch's tokens and write their KV. Returns float32 logits, (len(batch.logit_rows), V).
-
-        `attention_plan` is `attention.plan(batch)`. Every MoE layer calls `moe` once, whatever T is.
-        """
-        x_TD = self.embedding(batch.input_ids_T)
-        rotation = self.rope(batch.positions_T, self.dtype)
-        delta_TD: torch.Tensor | None = None
-        for layer in self.layers:
-            x_TD, delta_TD = layer(
-                x_TD, delta_TD, rotation, attention, attention_plan, moe, batch.max_num_tokens
-            )
-        assert delta_TD is not None
-        return self._logits(x_TD[batch.logit_rows], delta_TD[batch.logit_rows])
-
-    def forward_in_turn(
         self,
         parts: Sequence[tuple[ForwardBatch, Any]],
         attention: AttentionBackend,
         moe: RoutedExperts,
     ) -> torch.Tensor:
-        """As forward() of the batches one after the other, but in each layer one computes while the other's rows travel.
+        """Compute the batches' tokens and write their KV. Returns float32 logits: each batch's `logit_rows` in turn, (B, V).
 
-        parts: each batch with its attention plan. A token of a later batch may attend to tokens of an earlier one, whose KV of
-        the same layer is written before. Returns the logits of the first batch, then those of the next.
+        parts: each batch with `attention.plan(batch)`. Of two, one computes in each layer while the other's rows travel; a token of
+        the later may attend to tokens of the earlier, whose KV of the same layer is written before. Every MoE layer begins a
+        pass for each, whatever T is.
         """
         streams = [
             Stream(batch, plan, self.rope(batch.positions_T, self.dtype), self.embedding(batch.input_ids_T))
             for batch, plan in parts
         ]
         for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
             for stream in streams:
-                layer.begin(stream, attention, moe)
+                layer(stream, attention, moe)
             for stream in streams:
                 if stream.under_way is not None:
                     stream.under_way.compute()
         x_BD, delta_BD = (torch.cat(rows) for rows in zip(*(s.wanted() for s in streams), strict=True))
-        return self._logits(x_BD, delta_BD)
-
-    def _logits(self, x_BD: torch.Tensor, delta_BD: torch.Tensor) -> torch.Tensor:
-        """float32 logits of the wanted rows: residual stream and last layer's output."""
         _, normed = self.norm.after_adding(x_BD, delta_BD)
         head = self.embedding.weight if self.head is None else self.head.weight
         return self.ops.linear(normed, head).float()

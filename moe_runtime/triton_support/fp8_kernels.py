@@ -10,7 +10,7 @@ FP8_MAX = tl.constexpr(448.0)
 @jit
 def scale_of(largest):
     """quantization._scale_of: the scale for a largest magnitude, 1 for zero."""
-    return tl.where(largest > 0, largest / FP8_MAX, 1.0)
+    return tl.where(largest > 0, tl.div_rn(largest, FP8_MAX), 1.0)
 
 
 @jit

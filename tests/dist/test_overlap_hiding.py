@@ -81,13 +81,13 @@ def passes(rank: int, num_ranks: int, folder: str, seed: int) -> torch.Tensor:
             dist.barrier()
             timeline.begin_step()
             experts.share = 1.0
-            alone = decoder(whole, attention, attention.plan(whole), moe)
+            alone = decoder([(whole, attention.plan(whole))], attention, moe)
             timeline.end_step(halves=1)
             trace.step_done()
             dist.barrier()
             timeline.begin_step()
             experts.share = 0.5
-            turns = decoder.forward_in_turn([(h, attention.plan(h)) for h in halves], attention, moe)
+            turns = decoder([(h, attention.plan(h)) for h in halves], attention, moe)
             timeline.end_step(halves=2)
             trace.step_done()
             worst = torch.maximum(worst, (alone - turns).abs().max())

@@ -25,4 +25,4 @@ def logprobs_with_cpu_experts(decoder: Decoder, ids: list[int]) -> torch.Tensor:
     moe = ExpertParallelMoe(LocalDispatcher(), CpuExperts(), layers, 0)
     batch, attention = whole_batch([ids]), FullAttention(spec.attention_specs())
     with torch.inference_mode():
-        return F.log_softmax(decoder(batch, attention, attention.plan(batch), moe), dim=-1)
+        return F.log_softmax(decoder([(batch, attention.plan(batch))], attention, moe), dim=-1)

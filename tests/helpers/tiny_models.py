@@ -11,16 +11,14 @@ import torch
 import transformers
 from torch.nn import functional as F
 
-from moe_runtime.core import ForwardBatch, Routing
+from moe_runtime.core import ForwardBatch
 from moe_runtime.layers.rope import rotate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from moe_runtime.attention.base import AttentionSpec
-    from moe_runtime.experts.base import ExpertWeights
     from moe_runtime.layers.rope import Rotation
     from moe_runtime.models.decoder import Decoder
+    from moe_runtime.moe import MoeInput
 
 FAMILIES = {
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
@@ -154,42 +152,34 @@ class LoopExperts:
     def for_local(local_experts: list[list[int]]) -> LoopExperts:
         return LoopExperts([{e: s for s, e in enumerate(row) if e >= 0} for row in local_experts], [])
 
-    def __call__(
-        self,
-        moe_layer: int,
-        x_TD: torch.Tensor,
-        routing: Routing,
-        weights: ExpertWeights,
-        max_num_tokens: int,
-        meanwhile: Callable[[], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        self.calls.append((moe_layer, len(x_TD), max_num_tokens))
+    def begin(self, work: MoeInput) -> LoopPass:
+        """The last stage but one does all."""
+        return LoopPass(self, work)
+
+    def compute(self, work: MoeInput) -> torch.Tensor:
+        x_TD, weights = work.x_TD, work.weights
+        self.calls.append((work.moe_layer, len(x_TD), work.max_num_tokens))
         act = transformers.activations.ACT2FN[weights.activation]
         out = torch.zeros(x_TD.shape)
-        for token, (ids, scales) in enumerate(
-            zip(routing.topk_ids_TK.tolist(), routing.topk_weights_TK.tolist(), strict=True)
-        ):
+        ids_TK, scales_TK = work.routing.topk_ids_TK, work.routing.topk_weights_TK
+        for token, (ids, scales) in enumerate(zip(ids_TK.tolist(), scales_TK.tolist(), strict=True)):
             for expert, scale in zip(ids, scales, strict=True):
-                slot = self.slots[moe_layer].get(expert)
+                slot = self.slots[work.moe_layer].get(expert)
                 if slot is not None:
                     gate, up = F.linear(x_TD[token], weights.gate_up_pFD[slot]).chunk(2)
                     out[token] += scale * F.linear(act(gate) * up, weights.down_pDF[slot]).float()
         out = out.to(x_TD.dtype)
-        return out if meanwhile is None else out + meanwhile()
-
-    def begin(self, *work: Any) -> LoopPass:
-        """The same in stages, of which the last but one does all."""
-        return LoopPass(self, work)
+        return out if work.meanwhile is None else out + work.meanwhile()
 
 
 @dataclass
 class LoopPass:
     moe: LoopExperts
-    work: tuple[Any, ...]
+    work: MoeInput
     out: torch.Tensor | None = None
 
     def compute(self) -> None:
-        self.out = self.moe(*self.work)
+        self.out = self.moe.compute(self.work)
 
     def finish(self) -> torch.Tensor:
         assert self.out is not None
@@ -224,5 +214,5 @@ def decoder_logprobs(
     held = local_experts or [list(range(spec.num_experts))] * spec.num_moe_layers
     batch = whole_batch(sequences)
     attention = FullAttention(spec.attention_specs())
-    logits = decoder(batch, attention, attention.plan(batch), LoopExperts.for_local(held))
+    logits = decoder([(batch, attention.plan(batch))], attention, LoopExperts.for_local(held))
     return F.log_softmax(logits, dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,12 +16,10 @@ from moe_runtime.models.registry import load_spec
 from tests.helpers.tiny_models import FAMILIES, tiny_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from moe_runtime.core import Routing
-    from moe_runtime.experts.base import ExpertWeights
     from moe_runtime.layers.rope import Rotation
+    from moe_runtime.moe import MoeInput
 
 META = torch.device("meta")
 
@@ -46,18 +45,22 @@ class ShapesOnly:
     ) -> torch.Tensor:
         return torch.empty_like(q_THd)
 
-    def moe(
-        self,
-        moe_layer: int,
-        x_TD: torch.Tensor,
-        routing: Routing,
-        weights: ExpertWeights,
-        max_num_tokens: int,
-        meanwhile: Callable[[], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        plan = plan_dispatch(routing, self.placement, 0, max_num_tokens)
+    def begin(self, work: MoeInput) -> ShapesOnlyPass:
+        plan = plan_dispatch(work.routing, self.placement, 0, work.max_num_tokens)
         assert plan.global_slot_TK.device == META
         self.moe_calls += 1
+        return ShapesOnlyPass(work)
+
+
+@dataclass
+class ShapesOnlyPass:
+    work: MoeInput
+
+    def compute(self) -> None:
+        pass
+
+    def finish(self) -> torch.Tensor:
+        x_TD, meanwhile = self.work.x_TD, self.work.meanwhile
         return torch.empty_like(x_TD) if meanwhile is None else meanwhile()
 
 
@@ -82,7 +85,7 @@ def test_decoder_runs_without_values(family: str, num_tokens: int, tmp_path: Pat
     )
     shapes = ShapesOnly(spec.num_experts)
     with torch.inference_mode():
-        logits = decoder(batch, shapes, None, shapes.moe)
+        logits = decoder([(batch, None)], shapes, shapes)
     assert logits.device == META
     assert logits.shape == (min(1, num_tokens), spec.vocab_size)
     assert logits.dtype == torch.float32

@@ -72,6 +72,7 @@ HELPERS: dict[str, tuple[str, ...]] = {
     "dispatch": (
         "base",
         "grouping",
+        "triton_grouping",
         "rows",
         "combining",
         "waiting",

@@ -142,7 +142,7 @@ def test_idle_step_calls_every_moe_layer(tmp_path: Path, seed: int) -> None:
     decoder = load_weights(tmp_path, spec, adapter, local, torch.float32, "cpu")
     attention, moe = FullAttention(spec.attention_specs()), LoopExperts.for_local(local)
     batch = whole_batch([])
-    logits = decoder(batch, attention, attention.plan(batch), moe)
+    logits = decoder([(batch, attention.plan(batch))], attention, moe)
     assert logits.shape == (0, spec.vocab_size)
     assert moe.calls == [(0, 0, 0), (1, 0, 0)]
     assert spec.moe_layers == (1, 3)
@@ -155,7 +155,7 @@ def test_logits_of_chosen_rows_only(tmp_path: Path, seed: int) -> None:
     decoder = load_weights(tmp_path, spec, adapter, experts, torch.float32, "cpu")
     attention, moe = FullAttention(spec.attention_specs()), LoopExperts.for_local(experts)
     texts = [[3, 1, 4, 1, 5], [9, 2, 6]]
-    every = decoder(whole_batch(texts), attention, [5, 3], moe)
-    some = decoder(whole_batch(texts, [7, 4]), attention, [5, 3], moe)
+    every = decoder([(whole_batch(texts), [5, 3])], attention, moe)
+    some = decoder([(whole_batch(texts, [7, 4]), [5, 3])], attention, moe)
     assert some.dtype == torch.float32
     torch.testing.assert_close(some, every[[7, 4]], atol=1e-5, rtol=1e-5)

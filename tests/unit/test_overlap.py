@@ -99,9 +99,9 @@ def test_batches_in_turn_are_batches_alone(family: str, tmp_path: Path, seed: in
         for lens, rows in (([3, 5], [2, 7]), ([], []), ([4], [3]))
     ]
     with torch.inference_mode():
-        alone = [decoder(b, attention, attention.plan(b), moe) for b in batches]
+        alone = [decoder([(b, attention.plan(b))], attention, moe) for b in batches]
         moe.calls.clear()
-        turns = decoder.forward_in_turn([(b, attention.plan(b)) for b in batches], attention, moe)
+        turns = decoder([(b, attention.plan(b)) for b in batches], attention, moe)
     # The head multiplies all rows at once here, so the last bits may differ.
     torch.testing.assert_close(turns, torch.cat(alone), rtol=1e-4, atol=1e-4)
     assert turns.shape == (3, spec.vocab_size)
