@@ -12,8 +12,9 @@ from typing import Any
 from moe_runtime.core import SamplingParams
 from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.errors import PromptTooLongError
+from moe_runtime.server.chat_messages import ChatMessage
 from moe_runtime.server.errors import ApiError, invalid
-from moe_runtime.server.protocol import ChatMessage, DetokenizeRequest, TokenizeRequest
+from moe_runtime.server.protocol import DetokenizeRequest, TokenizeRequest
 from moe_runtime.server.responses import ModelCard, Text, Tokens
 from moe_runtime.server.token_text import TokenTexts
 

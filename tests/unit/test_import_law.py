@@ -19,6 +19,7 @@ LAYERS: list[tuple[int, str]] = [
     (0, "moe_runtime.core"),
     (0, "moe_runtime.config"),
     (0, "moe_runtime.cli"),
+    (0, "moe_runtime.cli_flags"),
     (0, "moe_runtime.cli_peers"),
     (0, "moe_runtime.quantization"),
     (0, "moe_runtime.triton_support.*"),
