@@ -164,6 +164,7 @@ class RankBuilder:
 
     @property
     def num_kv_blocks(self) -> int:
+        """Blocks of the paged cache."""
         return int(self.cache.keys[0].shape[0])
 
     def ready(self, pid: int) -> Ready:
