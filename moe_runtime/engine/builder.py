@@ -26,7 +26,7 @@ from moe_runtime.moe import ExpertParallelMoe
 from moe_runtime.placement.layout import contiguous, layer_placement
 from moe_runtime.placement.recorder import LoadRecorder
 from moe_runtime.profiling.timeline import Timeline
-from moe_runtime.profiling.trace import StepTrace
+from moe_runtime.profiling.trace import StepTrace, trace_file
 from moe_runtime.topology import free_memory_bytes
 from moe_runtime.weights.loader import load_weights, weight_bytes
 
@@ -118,9 +118,10 @@ class RankBuilder:
     def connect(self) -> None:
         """Dispatcher, what experts and layers are computed with, and what watches them."""
         self.timeline = Timeline()
-        self.trace = StepTrace(
-            self.timeline, Path(self.config.trace_dir), self.topology.rank, self.config.trace_steps
-        )
+        self.trace = StepTrace(self.timeline)
+        if self.config.trace_steps:
+            write = trace_file(Path(self.config.trace_dir), self.topology.rank)
+            self.trace.begin(self.config.trace_steps, write)
         what = self.config, self.spec, self.dtype, self.topology
         self.dispatcher, dispatcher = backends_dispatch.make_dispatcher(*what)
         self.kernel, kernel = backends.make_experts(*what)
