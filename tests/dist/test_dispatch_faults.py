@@ -117,6 +117,30 @@ def test_a_killed_rank_is_noticed_by_all(kind: str, victim: int, inside: bool) -
             assert f"rank {victim} died" in message
 
 
+def dies_while_another_is_waited_for(rank: int, num_ranks: int) -> tuple[str, float]:
+    """Rank 0 waits for rank 1, which is alive but silent; rank 2 sends its message and dies."""
+    dispatcher = make("one_sided", NEVER)
+    one_call(dispatcher, rank, num_ranks, lambda: None)
+    if rank == 1:
+        time.sleep(12.0)
+        return "silent", 0.0
+    plan = DispatchPlan(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2), 1, num_ranks, rank, 1)
+    pending = dispatcher.dispatch(torch.zeros(1, 16), plan)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(LockstepError) as caught:
+        pending.wait()
+    return str(caught.value), time.monotonic() - begin
+
+
+def test_a_death_is_noticed_while_another_rank_is_waited_for() -> None:
+    (message, seconds), _, died = run_ranks(dies_while_another_is_waited_for, 3, may_die=[2])
+    assert died == Died(-signal.SIGKILL)
+    assert message == "rank 2 died while this rank waited for rank 1's dispatch message"
+    assert seconds < 2.0
+
+
 def one_is_late(rank: int, num_ranks: int, kind: str) -> str:
     dispatcher = make(kind, 1.0)
     one_call(dispatcher, rank, num_ranks, lambda: None)
