@@ -96,6 +96,7 @@ def conformance(rank: int, num_ranks: int, kind: str, seed: int) -> tuple[list[t
         except Exception as error:
             error.add_note(f"case {case.name!r}, seed {seed}")
             raise
+    checked.check()
     checked.close()
     checked.close()
     return outputs, traffic
