@@ -154,6 +154,11 @@ def _dispatcher(
     )
 
 
+def dispatch_tokens_without_host(name: str) -> int:
+    """Most tokens a rank that the dispatcher of this name sends on a GPU without reading anything on the host."""
+    return DEVICE_TOKENS if name == "collective" else 1 << 16
+
+
 def choose_overlap(config: EngineConfig, topology: Topology) -> Choice:
     """The setting of `engine.overlap.OverlapModel`: `auto`, or always the same way."""
     name, why = config.overlap, "asked for"

@@ -293,7 +293,7 @@ class _Setting(argparse.Action):
         elif values is None or values is argparse.SUPPRESS:
             return  # an optional positional that was not given
         else:
-            value = _convert(self.field, spelling, values)
+            value = _convert(self.field, spelling, ",".join(values) if self.nargs == "+" else values)
         given = namespace.__dict__.setdefault("settings", {})
         _put(given, self.field.name, Given(value, spelling))
 
@@ -306,6 +306,8 @@ def _add_setting(group: Any, f: dataclasses.Field[Any]) -> None:
     options: dict[str, Any] = {"nargs": 0} if kind == "bool" else {}
     if kind != "bool":
         options["metavar"] = "{" + ",".join(choices) + "}" if choices else _METAVARS[kind]
+    if f.metadata["several"]:
+        options["nargs"] = "+"
     group.add_argument(*_spellings(f), action=_Setting, field=f, dest=f.name, help=_help(f), **options)
 
 

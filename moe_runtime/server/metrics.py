@@ -58,6 +58,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[RankStats], float]]] = {
         lambda s: s.two_batch_steps,
     ),
     "chunked_steps": ("Steps whose MoE rows travelled in chunks", lambda s: s.chunked_steps),
+    "graph_steps": ("Steps that were replayed from a CUDA graph", lambda s: s.graph_steps),
     "num_preemptions": ("Sequences pushed out of the running batch to free blocks", lambda s: s.preemptions),
 }
 _DISTRIBUTIONS: dict[str, tuple[str, Sequence[float], Callable[[RankStats], Distribution]]] = {
