@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_runtime import backends
+from moe_runtime import backends, backends_dispatch
 from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.control import Control
 from moe_runtime.engine.engine import Engine
@@ -125,11 +125,11 @@ class RankBuilder:
             self.timeline, Path(self.config.trace_dir), self.topology.rank, self.config.trace_steps
         )
         what = self.config, self.spec, self.dtype, self.topology
-        self.dispatcher, dispatcher = backends.make_dispatcher(*what)
+        self.dispatcher, dispatcher = backends_dispatch.make_dispatcher(*what)
         self.kernel, kernel = backends.make_experts(*what)
         self.router, router = backends.make_router(self.config, self.topology)
         self.ops, ops = backends.make_layer_ops(*what)
-        overlap = backends.choose_overlap(self.config, self.topology)
+        overlap = backends_dispatch.choose_overlap(self.config, self.topology)
         self.overlap = OverlapModel(overlap.name, log=self.topology.rank == 0)
         self.attention_choice = backends.choose_attention(*what)
         self.graph_sizes = choose_sizes(
@@ -139,7 +139,7 @@ class RankBuilder:
                 attention=self.attention_choice.name,
                 experts=kernel.name,
                 overlap=overlap.name,
-                dispatch_tokens=backends.dispatch_tokens_without_host(dispatcher.name),
+                dispatch_tokens=backends_dispatch.dispatch_tokens_without_host(dispatcher.name),
             ),
         )
         graphs = backends.Choice("cuda_graphs", str(self.graph_sizes), self.graph_sizes.why)
