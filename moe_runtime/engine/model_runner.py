@@ -99,7 +99,7 @@ class ModelRunner:
             logits = self.graphs.replay(batch)
         else:
             logits = self._launch(plan, agreed, way)
-        timeline.lap("head")
+        timeline.lap("replay" if agreed.graph_ok else "head")
         forward_ns = timeline.end_step(tokens=plan.num_tokens, halves=2 if way is Way.TWO_BATCHES else 1)
         self.trace.step_done()
         return logits, StepTimes(

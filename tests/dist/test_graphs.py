@@ -6,14 +6,15 @@ There is no CUDA graph on a CPU: a recorded step is then the same function of th
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
 from moe_runtime.config import EngineConfig
 from moe_runtime.engine import engine as engine_module
-from moe_runtime.errors import LockstepError
-from tests.helpers.engine_ranks import GREEDY, Builder, Output, Script, run_engine
+from moe_runtime.engine.builder import RankBuilder
+from moe_runtime.errors import ConfigError, LockstepError
+from tests.helpers.engine_ranks import GREEDY, Builder, Output, Script, run_engine, topology
 from tests.helpers.parity import CLEAR_MARGIN, MAX_LOGPROB_ERROR
 from tests.helpers.spawn import run_ranks
 from tests.helpers.tiny_models import make_tiny
@@ -40,20 +41,31 @@ def prompts(rank: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:
     return tuple([[draw.randrange(60) for _ in range(n)] for n in part] for part in lengths)  # type: ignore[return-value]
 
 
+class Ran(NamedTuple):
+    """One engine's run on one rank."""
+
+    outputs: dict[str, Output]
+    steps: int
+    graph_steps: int
+    rows_sent: int
+    """Token rows to other ranks."""
+
+
 def both_ways(
     rank: int, num_ranks: int, folder: str, settings: dict[str, Any], sizes: tuple[int, ...], seed: int
-) -> tuple[dict[str, Output], dict[str, Output], int, int]:
-    """Outputs without and with recorded steps, the steps, and how many of them were replayed."""
+) -> tuple[Ran, Ran]:
+    """Without and with recorded steps."""
     device_tokens = 64 if settings.get("dispatcher") == "collective" else 0
     results = []
     for recorded in ((), sizes):
         early, late = prompts(rank, seed)
         builder = Builder(config(folder, ep=num_ranks, **settings), recorded, device_tokens)
-        results.append(run_engine(builder, Script(early, late)))
-    (plain, without), (replayed, stats) = results
-    assert without.graph_steps == 0
-    assert stats.num_blocks == 40, "sequences were given the block of the padding"
-    return plain, replayed, stats.steps, stats.graph_steps
+        outputs, stats = run_engine(builder, Script(early, late))
+        assert stats.num_blocks == 40, "sequences were given the block of the padding"
+        dispatcher: Any = builder.dispatcher
+        traffic = dispatcher.inner.traffic if "dispatch_dtype" in settings else dispatcher.traffic
+        results.append(Ran(outputs, stats.steps, stats.graph_steps, traffic.rows_sent))
+    return results[0], results[1]
 
 
 def check_same(plain: dict[str, Output], replayed: dict[str, Output]) -> None:
@@ -89,16 +101,34 @@ SLOW = pytest.mark.slow
 def test_recorded_steps_give_the_same_tokens(
     family: str, num_ranks: int, settings: dict[str, Any], sizes: tuple[int, ...], tmp_path: Path, seed: int
 ) -> None:
-    own = {"sliding_window": 7} if family == "mixtral" else {"num_hidden_layers": num_ranks}
+    own = {"sliding_window": 7} if family == "mixtral" else {"num_hidden_layers": max(1, num_ranks - 1)}
     make_tiny(family, tmp_path, seed, **(SIZES | own))
     results = run_ranks(both_ways, num_ranks, str(tmp_path), settings, sizes, seed, timeout=270)
-    assert sum(len(plain) for plain, *_ in results) == (5 if num_ranks == 1 else 6)
-    for plain, replayed, steps, graph_steps in results:
-        if plain:
-            check_same(plain, replayed)
+    assert sum(len(plain.outputs) for plain, _ in results) == (5 if num_ranks == 1 else 6)
+    tokens = [[[o.token_ids for o in ran.outputs.values()] for ran in both] for both in results]
+    for plain, replayed in results:
+        check_same(plain.outputs, replayed.outputs)
         # Prompts are never replayed, decodes always are unless another rank has a prompt.
-        assert (steps, graph_steps) == results[0][2:]
-        assert 4 <= graph_steps < steps
+        assert plain.graph_steps == 0
+        assert plain.steps == replayed.steps
+        assert 4 <= replayed.graph_steps == results[0][1].graph_steps < replayed.steps
+        if settings.get("dispatcher") == "one_sided" and all(a == b for a, b in tokens):
+            assert plain.rows_sent == replayed.rows_sent, "padding travels"
+
+
+def sizes_are_asked_for(rank: int, num_ranks: int, folder: str) -> str:
+    builder = RankBuilder(config(folder, cuda_graph_sizes="1,2"), topology(), lambda stage, fraction: None)
+    builder.read_config()
+    builder.decide()
+    with pytest.raises(ConfigError) as caught:
+        builder.connect()
+    return str(caught.value)
+
+
+def test_a_cpu_rank_refuses_sizes(tmp_path: Path, seed: int) -> None:
+    make_tiny("qwen3_moe", tmp_path, seed, **SIZES)
+    (message,) = run_ranks(sizes_are_asked_for, 1, str(tmp_path))
+    assert message == "cuda_graph_sizes: no CUDA graph can be recorded: CUDA graphs need a GPU, the ranks run on cpu"
 
 
 def a_peer_is_lost_in_a_step(rank: int, num_ranks: int, folder: str, seed: int) -> tuple[str, int]:
