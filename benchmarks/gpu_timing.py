@@ -255,7 +255,7 @@ def graph_against_eager(env: Env) -> Rows:
     The replay's time includes copying the step's inputs to the device; they are there already for the launched step.
     """
     from benchmarks.gpu_model import BLOCK_SIZE, NUM_BLOCKS, small_model
-    from moe_runtime.engine.graphs import CudaGraphs, StepGraphs
+    from moe_runtime.engine.graphs import CudaGraphs, KeptCounts, StepGraphs
 
     sizes, counts = ((2, 4), (2, 3)) if env.small else ((1, 8, 64), (1, 8, 64, 61))
     hidden, layers = (64, 2) if env.small else (1024, 8)
@@ -275,7 +275,7 @@ def graph_against_eager(env: Env) -> Rows:
             return model.decoder(parts, model.attention, model.moe)
 
         def replay(inputs: Any = inputs) -> torch.Tensor:
-            return graphs.replay(inputs)
+            return graphs.replay(inputs, KeptCounts())
 
         first = replay().clone()
         # Other tokens through the same buffers.

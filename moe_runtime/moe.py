@@ -66,6 +66,18 @@ class RoutedExperts(Protocol):
         ...
 
 
+class ExpertWatch(Protocol):
+    """Is told which experts are chosen, and how many rows are computed here; layer by layer."""
+
+    def count(self, topk_ids_TK: torch.Tensor) -> None:
+        """The choice for the tokens of a pass: int64 expert ids, -1 for none."""
+        ...
+
+    def computed(self, num_rows_p: torch.Tensor) -> None:
+        """Expert rows of each local slot, int64; once for each part of a pass."""
+        ...
+
+
 @dataclass(frozen=True)
 class ExpertParallelMoe:
     """Runs the routed experts of any MoE layer. Holds what knows of ranks, so that models need not."""
@@ -79,11 +91,14 @@ class ExpertParallelMoe:
     """Is told what took how long."""
     chunks: int = 1
     """Parts in which the rows of a pass travel."""
+    recorder: ExpertWatch | None = None
 
     def begin(self, work: MoeInput) -> ExpertParallelPass:
         """See RoutedExperts."""
         self.timeline.lap("attention", moe_layer=work.moe_layer, tokens=work.x_TD.shape[0])
         placement = self.placements[work.moe_layer]
+        if self.recorder is not None:
+            self.recorder.count(work.routing.topk_ids_TK)
         parts = [
             _Part(rows_TD, plan_dispatch(part, placement, self.rank, limit), work.moe_layer)
             for rows_TD, part, limit in cut_rows(work.x_TD, work.routing, work.max_num_tokens, self.chunks)
@@ -130,6 +145,7 @@ class ExpertParallelPass:
         meanwhile: Callable[[], torch.Tensor] | None,
     ) -> None:
         self._dispatcher, self._kernel, self._timeline = moe.dispatcher, moe.kernel, moe.timeline
+        self._recorder = moe.recorder
         self._weights, self._parts = weights, parts
         for part in parts[:2]:
             self._send(part)
@@ -148,6 +164,8 @@ class ExpertParallelPass:
                 self._send(self._parts[i + 1])
             y_SD = self._kernel(batch, self._weights)
             self._timeline.lap(EXPERTS, moe_layer=part.moe_layer, rows=y_SD.shape[0])
+            if self._recorder is not None:
+                self._recorder.computed(batch.num_rows_p)
             part.returned = self._dispatcher.combine(y_SD, batch, part.plan)
             self._left(part, "combine")
 

@@ -6,13 +6,15 @@ import asyncio
 import random
 import uuid
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from moe_runtime.config import EngineConfig, replace
 from moe_runtime.core import SamplingParams
 from moe_runtime.engine.frontend_link import FrontendLink
 from moe_runtime.engine.messages import RankStats, Ready, ResetPrefixCache
-from moe_runtime.engine.outputs import CompletionDelta, RequestOutput
+from moe_runtime.engine.outputs import CompletionDelta, DumpedRecord, RequestOutput
 from moe_runtime.engine.rank_chooser import RankChooser
 from moe_runtime.engine.rank_client import RankClient
 from moe_runtime.engine.ranks import WORKER, LocalRanks
@@ -27,6 +29,7 @@ from moe_runtime.engine.startup import StartupDisplay, wait_until_ready
 from moe_runtime.engine.streams import OutputBuilder, RequestStream
 from moe_runtime.engine.tokenizer import Tokenizer, load_tokenizer
 from moe_runtime.errors import EngineDeadError, OverloadedError, RequestError
+from moe_runtime.placement.balancedness import BalanceWatch
 from moe_runtime.weights.demo_model import resolve_model
 
 _LONG_TEXT = 4096
@@ -221,6 +224,31 @@ class AsyncLLM:
         """Tell all ranks to drop the cached blocks that no running sequence uses."""
         self._client.raise_if_dead()
         self._client.tell_all(ResetPrefixCache())
+
+    @property
+    def balance(self) -> BalanceWatch:
+        """How evenly the ranks' experts are loaded."""
+        return self._client.balance
+
+    async def start_expert_distribution_record(self) -> None:
+        """Forget the expert loads recorded so far and record from now on. (Recording is on from the start.)"""
+        await self._client.record("start")
+
+    async def stop_expert_distribution_record(self) -> None:
+        """Record no more; what was recorded can still be written."""
+        await self._client.record("stop")
+
+    async def dump_expert_distribution_record(self, folder: str | Path | None = None) -> DumpedRecord:
+        """Write what was recorded since the start; the ranks write, each on its own host.
+
+        By default into a new folder inside `expert_distribution_dir`. Raises CapacityError if a rank cannot write.
+        """
+        if folder is None:
+            stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
+            folder = Path(self.config.expert_distribution_dir) / stamp
+        folder = Path(folder).resolve()
+        answers = await self._client.record("dump", str(folder), Path(self.config.model).name)
+        return DumpedRecord(folder, answers[0].num_windows, answers[0].num_steps)
 
     async def drain(self, timeout: float) -> bool:
         """Refuse new requests and let those running finish; after `timeout` seconds abort them. Whether all finished."""

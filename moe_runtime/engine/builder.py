@@ -14,6 +14,7 @@ from moe_runtime.engine.control import Control
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.graph_sizes import GraphSizes, Parts, choose_sizes
 from moe_runtime.engine.graphs import MAX_LONGEST, CudaGraphs, Record, StepGraphs
+from moe_runtime.engine.load_records import LoadRecords, describe
 from moe_runtime.engine.messages import Ready
 from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
 from moe_runtime.engine.overlap import OverlapModel
@@ -25,6 +26,7 @@ from moe_runtime.models.registry import load_adapter, load_spec
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.moe import ExpertParallelMoe
 from moe_runtime.placement.layout import contiguous, layer_placement
+from moe_runtime.placement.recorder import LoadRecorder
 from moe_runtime.profiling.timeline import Timeline
 from moe_runtime.profiling.trace import StepTrace
 from moe_runtime.topology import free_memory_bytes
@@ -59,6 +61,7 @@ class RankBuilder:
     attention: AttentionBackend
     graph_sizes: GraphSizes
     runner: ModelRunner
+    records: LoadRecords
     make_record: Callable[[], Record] = CudaGraphs
 
     def __init__(
@@ -165,7 +168,10 @@ class RankBuilder:
             layer_placement(self.placement, layer, topology.rank, topology.device)
             for layer in range(self.spec.num_moe_layers)
         ]
-        moe = ExpertParallelMoe(self.dispatcher, self.kernel, placements, topology.rank, self.timeline)
+        recorder, self.records = self._recording()
+        moe = ExpertParallelMoe(
+            self.dispatcher, self.kernel, placements, topology.rank, self.timeline, recorder=recorder
+        )
         graphs = None
         if self.graph_sizes.sizes:
             self.report("recording CUDA graphs", 0.96)
@@ -186,6 +192,7 @@ class RankBuilder:
             block_size=config.block_size,
             device=topology.device,
             trace=self.trace,
+            recorder=recorder,
             graphs=graphs,
         )
 
@@ -199,7 +206,25 @@ class RankBuilder:
             self.max_model_len,
         )
         control = Control(topology, config.step_timeout)
-        return Engine(topology.rank, scheduler, self.runner, control, link, self.overlap)
+        return Engine(topology.rank, scheduler, self.runner, control, link, self.overlap, self.records)
+
+    def _recording(self) -> tuple[LoadRecorder, LoadRecords]:
+        """The record of expert loads, and what deals with it."""
+        config, spec, topology = self.config, self.spec, self.topology
+        recorder = LoadRecorder(
+            spec.num_moe_layers,
+            spec.num_experts,
+            spec.top_k,
+            config.expert_load_memory_mib << 20,
+            topology.device,
+            [[list(slots) for slots in layer] for layer in self.placement.slots],
+            config.record_routes_share,
+        )
+        expert_bytes = 0
+        for mlp in self.decoder.moe_mlps()[:1]:
+            expert_bytes = mlp.expert_weights().num_bytes // len(self.placement.slots[0][0])
+        what = describe(config, spec, self.dtype, topology, expert_bytes)
+        return recorder, LoadRecords(topology.rank, recorder, what)
 
     @property
     def num_kv_blocks(self) -> int:

@@ -14,6 +14,7 @@ from moe_runtime.engine.messages import (
     STEP_TOKEN_BOUNDS,
     Abort,
     RankStats,
+    RecordLoads,
     ResetPrefixCache,
     SequenceUpdate,
     StepOutput,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from moe_runtime.core import StepPlan
     from moe_runtime.engine.control import Agreement, Control, StepTimes
+    from moe_runtime.engine.load_records import LoadRecords
     from moe_runtime.engine.model_runner import ModelRunner
     from moe_runtime.engine.rank_link import RankLink
     from moe_runtime.engine.scheduler import Scheduler
@@ -47,6 +49,7 @@ class Engine:
     control: Control
     link: RankLink
     overlap: OverlapModel
+    records: LoadRecords
     stopping: bool = False
     stats: RankStats = field(default_factory=RankStats)
     arrivals: dict[str, float] = field(default_factory=dict)
@@ -80,6 +83,10 @@ class Engine:
         self.stats.two_batch_steps += way is Way.TWO_BATCHES
         self.stats.chunked_steps += way is Way.CHUNKS
         logits, self.times = self.runner.execute(plan, agreed, way)
+        self.stats.wait_us += self.times.wait_us
+        self.stats.forward_us += self.times.forward_us
+        if (news := self.records.news()) is not None:
+            self.link.send(news)
         sampling = [item.sequence for item in plan.scheduled if item.samples]
         sampled, failures = sample_each(logits, sampling)
         # Whoever samples has waited for the device; nothing wrong may leave this rank.
@@ -117,6 +124,8 @@ class Engine:
                         self.stopping = True
                     case ResetPrefixCache():
                         self.scheduler.block_manager.reset_prefix_cache()
+                    case RecordLoads():
+                        self.link.send(self.records.carry_out(command))
             if tick.commands:
                 self._report([])
 
@@ -160,6 +169,7 @@ class Engine:
             has_work=int(self.scheduler.has_work),
             last_tick=self.link.last_tick,
             stop=int(self.stopping),
+            prefill=int(any(not item.is_decode for item in plan.scheduled)),
             forward_us=times.forward_us if times else 0,
             wait_us=times.wait_us if times else 0,
             experts_us=times.experts_us if times else 0,
@@ -175,6 +185,10 @@ class Engine:
         stats.num_cached_blocks = blocks.num_cached
         stats.prefix_queries = blocks.prefix_queries
         stats.prefix_hits = blocks.prefix_hits
+        traffic = self.runner.moe.dispatcher.traffic
+        stats.bytes_within_host = traffic.bytes_within_host
+        stats.bytes_between_hosts = traffic.bytes_between_hosts
+        stats.dispatch_rounds = traffic.rounds
         self.link.send(StepOutput(rank=self.rank, updates=updates, stats=stats))
 
 

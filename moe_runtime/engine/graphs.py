@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from moe_runtime.attention.base import AttentionBackend
     from moe_runtime.core import StepPlan
     from moe_runtime.models.decoder import Decoder
-    from moe_runtime.moe import RoutedExperts
+    from moe_runtime.moe import ExpertParallelMoe, ExpertWatch
 
 MAX_LONGEST = 32768
 """Sequences longer than this are not replayed: attention's intermediate results take memory for the longest."""
@@ -128,6 +128,34 @@ class StepBuffers:
         self.padding_T[used:size] = True
 
 
+@dataclass
+class KeptCounts:
+    """What the experts did in the last replay: tensors that a recorded step writes anew each time. An ExpertWatch."""
+
+    ids: list[torch.Tensor] = field(default_factory=list)
+    rows: list[torch.Tensor] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Before the step's function runs."""
+        self.ids.clear()
+        self.rows.clear()
+
+    def count(self, topk_ids_TK: torch.Tensor) -> None:
+        """See ExpertWatch."""
+        self.ids.append(topk_ids_TK)
+
+    def computed(self, num_rows_p: torch.Tensor) -> None:
+        """See ExpertWatch."""
+        self.rows.append(num_rows_p)
+
+    def tell(self, watch: ExpertWatch, num_tokens: int) -> None:
+        """Without padding, which is all that comes after the first num_tokens."""
+        for topk_ids_TK in self.ids:
+            watch.count(topk_ids_TK[:num_tokens])
+        for num_rows_p in self.rows:
+            watch.computed(num_rows_p)
+
+
 class StepGraph:
     """A decode step of one size. What a replay reads is in the buffers, what it gives in `logits_BV`."""
 
@@ -136,24 +164,28 @@ class StepGraph:
         self.size = size
         self._batch = buffers.batch(size)
         self._buffers, self._logits_BV = buffers, logits_BV[:size]
+        self._counts = KeptCounts()
         self._again: Run | None = None
 
     def capture(
-        self, decoder: Decoder, attention: AttentionBackend, moe: RoutedExperts, record: Record
+        self, decoder: Decoder, attention: AttentionBackend, moe: ExpertParallelMoe, record: Record
     ) -> None:
         """Collective: all ranks record the same sizes in the same order."""
         parts = [(self._batch, attention.plan(self._batch))]
+        moe = replace(moe, recorder=self._counts)
 
         def forward() -> None:
+            self._counts.clear()
             self._logits_BV.copy_(decoder(parts, attention, moe))
 
         self._again = record(forward)
 
-    def replay(self, batch: ForwardBatch) -> torch.Tensor:
+    def replay(self, batch: ForwardBatch, watch: ExpertWatch) -> torch.Tensor:
         """Collective. The batch's logits (B, V), which the next replay overwrites. batch: see StepBuffers.fill."""
         assert self._again is not None, "nothing was captured"
         self._buffers.fill(batch, self.size)
         self._again()
+        self._counts.tell(watch, batch.num_tokens)
         return self._logits_BV[: batch.num_tokens]
 
 
@@ -178,7 +210,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture(
-        self, decoder: Decoder, attention: AttentionBackend, moe: RoutedExperts, record: Record
+        self, decoder: Decoder, attention: AttentionBackend, moe: ExpertParallelMoe, record: Record
     ) -> None:
         """Collective. The largest comes first, so that the others fit into its memory."""
         for size in reversed(self.sizes):
@@ -190,10 +222,13 @@ class StepGraphs:
             item.num_new_tokens == 1 and item.samples and item.start < self.longest for item in plan.scheduled
         )
 
-    def replay(self, batch: ForwardBatch) -> torch.Tensor:
-        """Collective, for a batch that fits on every rank. batch: on the host, max_num_tokens the largest rank's. Returns (B, V)."""
+    def replay(self, batch: ForwardBatch, watch: ExpertWatch) -> torch.Tensor:
+        """Collective, for a batch that fits on every rank. batch: on the host, max_num_tokens the largest rank's. Returns (B, V).
+
+        `watch` is told what the experts did; it must have read that before the next replay is launched.
+        """
         size = self.sizes[bisect_left(self.sizes, batch.max_num_tokens)]
-        return self._graphs[size].replay(batch)
+        return self._graphs[size].replay(batch, watch)
 
 
 class CudaGraphs:

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 from tqdm.auto import tqdm
@@ -144,6 +145,24 @@ class LLM:
         """Drop the cached KV of all ranks; it takes effect before any later request."""
         self._raise_if_closed()
         self._thread.run(self._engine.reset_prefix_cache())
+
+    def start_expert_distribution_record(self) -> None:
+        """Forget the expert loads recorded so far and record from now on. (Recording is on from the start.)"""
+        self._raise_if_closed()
+        self._thread.run(self._engine.start_expert_distribution_record())
+
+    def stop_expert_distribution_record(self) -> None:
+        """Record no more; what was recorded can still be written."""
+        self._raise_if_closed()
+        self._thread.run(self._engine.stop_expert_distribution_record())
+
+    def dump_expert_distribution_record(self, folder: str | Path | None = None) -> Path:
+        """Write what was recorded; returns the folder, by default a new one inside `expert_distribution_dir`.
+
+        Raises CapacityError if a rank cannot write there.
+        """
+        self._raise_if_closed()
+        return self._thread.run(self._engine.dump_expert_distribution_record(folder)).folder
 
     def close(self) -> None:
         """End the ranks and wait for them. Repeated calls have no effect; leaving the program does it too."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -39,7 +40,19 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
     """Drop every cached block that no running sequence uses."""
 
 
-Command = Submit | Abort | Stop | ResetPrefixCache
+class RecordLoads(msgspec.Struct, tag="record_loads"):
+    """Start, stop or write the record of expert loads; the rank answers with Recorded."""
+
+    request: int
+    """By which the answer is known."""
+    action: Literal["start", "stop", "dump"]
+    folder: str = ""
+    """Where to write; on the rank's host."""
+    model: str = ""
+    """The name under which the model is served, for the record."""
+
+
+Command = Submit | Abort | Stop | ResetPrefixCache | RecordLoads
 
 
 class Tick(msgspec.Struct):
@@ -123,6 +136,16 @@ class RankStats(msgspec.Struct):
     prefix_hits: int = 0
     preemptions: int = 0
     steps: int = 0
+    wait_us: int = 0
+    """Waited for other ranks' rows."""
+    forward_us: int = 0
+    """Spent in forward passes."""
+    bytes_within_host: int = 0
+    """Of rows and the words beside them that the dispatcher sent to other ranks of this host."""
+    bytes_between_hosts: int = 0
+    """Likewise, to ranks of other hosts."""
+    dispatch_rounds: int = 0
+    """Exchanges between ranks, in dispatch and combine."""
     two_batch_steps: int = 0
     """Steps of which one half was computed while the other half's tokens travelled."""
     chunked_steps: int = 0
@@ -147,6 +170,26 @@ class StepOutput(msgspec.Struct, tag="step"):
     rank: int
     updates: list[SequenceUpdate]
     stats: RankStats
+
+
+class LoadNews(msgspec.Struct, tag="loads"):
+    """Rank -> front-end, about once a second while it computes: what its experts have done since the last one."""
+
+    rank: int
+    steps: list[tuple[int, int, list[int]]]
+    """(step, index into placement.record.PHASES, expert rows computed in each MoE layer)."""
+
+
+class Recorded(msgspec.Struct, tag="recorded"):
+    """Rank -> front-end: the answer to RecordLoads."""
+
+    rank: int
+    request: int
+    num_windows: int = 0
+    num_steps: int = 0
+    """In the record."""
+    error: str = ""
+    """Why it could not be done."""
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -182,4 +225,4 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-RankMessage = StepOutput | Ready | Progress | Failed
+RankMessage = StepOutput | LoadNews | Recorded | Ready | Progress | Failed

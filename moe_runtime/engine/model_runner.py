@@ -14,6 +14,7 @@ from moe_runtime.engine.control import StepTimes
 from moe_runtime.engine.overlap import Way, half, split
 from moe_runtime.errors import CapacityError
 from moe_runtime.experts.cpu import DEQUANT_TILE
+from moe_runtime.placement.recorder import PartTokens
 from moe_runtime.profiling.timeline import EXPERTS, WAIT
 from moe_runtime.quantization import GROUP
 from moe_runtime.topology import free_memory_bytes
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from moe_runtime.models.decoder import Decoder
     from moe_runtime.models.spec import ModelSpec
     from moe_runtime.moe import ExpertParallelMoe
+    from moe_runtime.placement.recorder import LoadRecorder
     from moe_runtime.profiling.trace import StepTrace
     from moe_runtime.topology import Topology
 
@@ -69,6 +71,18 @@ def build_batch(plan: StepPlan, block_size: int, max_num_tokens: int, device: to
     )
 
 
+def part_tokens(plan: StepPlan, recorder: LoadRecorder) -> PartTokens:
+    """What the recorder must know of the tokens of `plan`, in the order of `build_batch`."""
+    decode: list[int] = []
+    sampled: list[tuple[int, int, int]] = []
+    for item in plan.scheduled:
+        number = recorder.routes.request_number(item.sequence.request_id)
+        if number is not None:
+            sampled.append((len(decode), item.num_new_tokens, number))
+        decode += [int(item.is_decode)] * item.num_new_tokens
+    return PartTokens(torch.tensor(decode, dtype=torch.int64), tuple(sampled))
+
+
 @dataclass(frozen=True)
 class ModelRunner:
     """One rank's model, cache and kernels."""
@@ -80,6 +94,7 @@ class ModelRunner:
     block_size: int
     device: torch.device
     trace: StepTrace
+    recorder: LoadRecorder
     graphs: StepGraphs | None = None
     """Recorded decode steps, if any."""
 
@@ -96,18 +111,21 @@ class ModelRunner:
         if agreed.graph_ok:
             assert self.graphs is not None
             batch = build_batch(plan, self.block_size, agreed.max_num_tokens, torch.device("cpu"))
-            logits = self.graphs.replay(batch)
+            self.recorder.begin_step([part_tokens(plan, self.recorder)])
+            logits = self.graphs.replay(batch, self.recorder)
         else:
             logits = self._launch(plan, agreed, way)
         timeline.lap("replay" if agreed.graph_ok else "head")
         forward_ns = timeline.end_step(tokens=plan.num_tokens, halves=2 if way is Way.TWO_BATCHES else 1)
         self.trace.step_done()
-        return logits, StepTimes(
+        times = StepTimes(
             # A forward pass without MoE layers does not wait; 0 would say that there are no times.
             forward_us=max(1, forward_ns // 1000),
             wait_us=timeline.totals_ns[WAIT] // 1000,
             experts_us=timeline.totals_ns[EXPERTS] // 1000,
         )
+        self.recorder.end_step(times.forward_us, times.wait_us, agreed.prefill)
+        return logits, times
 
     def check(self) -> None:
         """Raises LockstepError if the device noted that a peer was lost. Waits for nothing; see Dispatcher."""
@@ -118,6 +136,7 @@ class ModelRunner:
         if way is Way.TWO_BATCHES:
             pieces = list(zip(split(plan, half(plan)), agreed.max_halves, strict=True))
         parts = [self._prepare(part, limit) for part, limit in pieces]
+        self.recorder.begin_step([part_tokens(part, self.recorder) for part, _ in pieces])
         moe = replace(self.moe, chunks=2) if way is Way.CHUNKS else self.moe
         return self.decoder(parts, self.attention, moe)
 

@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class DumpedRecord:
+    """A record of expert loads that has been written; `placement.record.load_record` reads it."""
+
+    folder: Path
+    num_windows: int
+    num_steps: int
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,26 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from moe_runtime.engine.in_flight import InFlight, InFlightSequence
-from moe_runtime.engine.messages import Abort, Failed, SequenceUpdate, StepOutput, Stop
+from moe_runtime.engine.messages import (
+    Abort,
+    Failed,
+    LoadNews,
+    Recorded,
+    RecordLoads,
+    SequenceUpdate,
+    StepOutput,
+    Stop,
+)
 from moe_runtime.engine.streams import CompletionStream, RequestStream
-from moe_runtime.errors import EngineDeadError, LockstepError, RequestError
+from moe_runtime.errors import CapacityError, EngineDeadError, LockstepError, RequestError
+from moe_runtime.placement.balancedness import BalanceWatch
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from moe_runtime.engine.frontend_link import FrontendLink
     from moe_runtime.engine.messages import Command
     from moe_runtime.engine.rank_chooser import RankChooser
@@ -21,6 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RecordAction = Literal["start", "stop", "dump"]
+_RECORD_S = 60.0
+"""How long all ranks together may take to carry out a command about the record."""
 _LAST_WORDS_S = 0.3
 """A dying rank's reason may arrive after its death is noticed; streams get the better of the two."""
 _LEAVE_S = 10.0
@@ -35,6 +50,9 @@ class RankClient:
     def __init__(self, link: FrontendLink, chooser: RankChooser) -> None:
         """`chooser` is told of the load that requests make, and of the ranks' own figures."""
         self.in_flight = InFlight(chooser)
+        self.balance = BalanceWatch(link.num_ranks)
+        self._answers: dict[int, asyncio.Queue[Recorded]] = {}
+        """Of commands that wait for them, by number."""
         self._link = link
         self._chooser = chooser
         self._numbers = itertools.count()
@@ -62,6 +80,40 @@ class RankClient:
     def tell_all(self, command: Command) -> None:
         """Send every rank a command."""
         self._link.send_tick({rank: [command] for rank in range(self._link.num_ranks)})
+
+    async def record(self, action: RecordAction, folder: str = "", model: str = "") -> list[Recorded]:
+        """Have every rank start, stop or write its record; their answers, by rank.
+
+        Raises CapacityError with what went wrong on a rank, or if one does not answer (it may be in a long step), EngineDeadError.
+        """
+        self.raise_if_dead()
+        request = next(self._numbers)
+        answers = self._answers[request] = asyncio.Queue()
+        self.tell_all(RecordLoads(request, action, folder, model))
+        try:
+            async with asyncio.timeout(_RECORD_S):
+                told = [await self._or_death(answers.get()) for _ in range(self._link.num_ranks)]
+        except TimeoutError:
+            raise CapacityError(
+                f"{action} of the record: not all ranks answered within {_RECORD_S:.0f} s"
+            ) from None
+        finally:
+            del self._answers[request]
+        wrong = [f"rank {answer.rank}: {answer.error}" for answer in told if answer.error]
+        if wrong:
+            raise CapacityError(f"{action} of the record: " + "; ".join(wrong))
+        return sorted(told, key=lambda answer: answer.rank)
+
+    async def _or_death(self, waiting: Coroutine[Any, Any, Recorded]) -> Recorded:
+        """What is waited for; raises EngineDeadError if the ranks are gone first."""
+        task = self._loop.create_task(waiting)
+        either: list[asyncio.Future[Any]] = [task, self._dead]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            self.raise_if_dead()
+            return await task
+        finally:
+            task.cancel()
 
     def send(
         self,
@@ -131,6 +183,10 @@ class RankClient:
                     self._chooser.stats[message.rank] = message.stats
                     for news in message.updates:
                         self._on_news(news)
+                elif isinstance(message, LoadNews):
+                    self.balance.see(message.rank, message.steps)
+                elif isinstance(message, Recorded):
+                    self._answers.setdefault(message.request, asyncio.Queue()).put_nowait(message)
                 elif isinstance(message, Failed):
                     self._on_failure(message)
         except Exception as exc:

@@ -45,10 +45,10 @@ class Script:
         return self.drain() if self.last_tick < number else []
 
     def send(self, message: Any) -> None:
-        assert isinstance(message, StepOutput)
-        self.stats = message.stats
-        for update in message.updates:
-            self.updates.setdefault(update.request_id, []).append(update)
+        if isinstance(message, StepOutput):
+            self.stats = message.stats
+            for update in message.updates:
+                self.updates.setdefault(update.request_id, []).append(update)
 
     def _tick(self, prompts: list[list[int]], name: str, stop: bool = False) -> Tick:
         self.last_tick += 1

@@ -22,7 +22,7 @@ from moe_runtime.dispatch.collective import CollectiveDispatcher
 from moe_runtime.dispatch.fp8_payload import Fp8Payload
 from moe_runtime.dispatch.local import LocalDispatcher
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
-from moe_runtime.engine.graphs import Record, Run, StepGraphs
+from moe_runtime.engine.graphs import KeptCounts, Record, Run, StepGraphs
 from moe_runtime.engine.model_runner import build_batch
 from moe_runtime.experts import triton_router
 from moe_runtime.layers.triton_ops import TritonOps
@@ -200,7 +200,10 @@ def test_a_recorded_step_needs_nothing_from_the_host(
         assert ("send" in names) is ("one_sided" in kind)
     plan = decoding([3, 40, 90])
     assert graphs.fits(plan)
-    logits = graphs.replay(build_batch(plan, BLOCK_SIZE, 4, CPU))
+    watch = KeptCounts()
+    logits = graphs.replay(build_batch(plan, BLOCK_SIZE, 4, CPU), watch)
+    assert [ids.shape for ids in watch.ids] == [(3, 2)] * 2
+    assert len(watch.rows) == 2
     assert logits.shape[0] == 3
 
 
