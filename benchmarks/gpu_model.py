@@ -42,18 +42,18 @@ class SmallModel:
     moe: ExpertParallelMoe
     device: torch.device
 
-    def batch(self, spans: list[tuple[int, int]]) -> ForwardBatch:
+    def batch(self, spans: list[tuple[int, int]], device: torch.device) -> ForwardBatch:
         """Sequences of (tokens cached, new tokens). Tokens and blocks are the same on every device."""
-        batch, _ = paged_batch(spans, BLOCK_SIZE, self.device)
+        batch, _ = paged_batch(spans, BLOCK_SIZE, device)
         # Blocks in order, so that the next step of the same sequences finds what this one wrote.
         width = NUM_BLOCKS // len(spans)
-        first = torch.arange(len(spans), device=self.device)[:, None] * width
+        first = torch.arange(len(spans), device=device)[:, None] * width
         most = max(old + new for old, new in spans)
         assert most <= width * BLOCK_SIZE, f"{most} tokens of a sequence do not fit {width} blocks"
         sequence_T = torch.repeat_interleave(
-            torch.arange(len(spans), device=self.device), torch.tensor(batch.query_lens, device=self.device)
+            torch.arange(len(spans), device=device), torch.tensor(batch.query_lens, device=device)
         )
-        batch.block_tables_BM.copy_(first + torch.arange(batch.block_tables_BM.shape[1], device=self.device))
+        batch.block_tables_BM.copy_(first + torch.arange(batch.block_tables_BM.shape[1], device=device))
         batch.slot_mapping_T.copy_(sequence_T * width * BLOCK_SIZE + batch.positions_T)
         batch.input_ids_T.copy_((batch.positions_T * 31 + sequence_T * 7) % self.decoder.spec.vocab_size)
         return batch
@@ -61,7 +61,7 @@ class SmallModel:
     @torch.inference_mode()
     def step(self, spans: list[tuple[int, int]]) -> torch.Tensor:
         """Logits (sequences, V) float32 after each sequence's last token."""
-        batch = self.batch(spans)
+        batch = self.batch(spans, self.device)
         return self.decoder([(batch, self.attention.plan(batch))], self.attention, self.moe)
 
 

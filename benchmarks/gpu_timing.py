@@ -248,45 +248,53 @@ def decode_attention(env: Env) -> Rows:
         }  # fmt: skip
 
 
-def graph_against_eager(env: Env) -> Rows:
-    """A decode step of a small decoder with all kernels, launched from Python and replayed from a CUDA graph."""
-    from benchmarks.gpu_model import small_model
-
-    if env.device.type != "cuda":
-        raise Skip("CUDA graphs need a GPU")
-    model = small_model(env.device, BF16, triton=True, hidden=1024, layers=8)
-    for num_seqs in (1, 8, 64):
-        model.step([(0, 64)] * num_seqs)
-        yield _capture(env, model, [(64, 1)] * num_seqs)
-
-
 @torch.inference_mode()
-def _capture(env: Env, model: Any, spans: list[tuple[int, int]]) -> dict[str, Any]:
+def graph_against_eager(env: Env) -> Rows:
+    """A decode step of a small decoder with all kernels, launched from Python and replayed as the engine does, padded if need be.
+
+    The replay's time includes copying the step's inputs to the device; they are there already for the launched step.
+    """
+    from benchmarks.gpu_model import BLOCK_SIZE, NUM_BLOCKS, small_model
+    from moe_runtime.engine.graphs import CudaGraphs, KeptCounts, StepGraphs
+
+    sizes, counts = ((2, 4), (2, 3)) if env.small else ((1, 8, 64), (1, 8, 64, 61))
+    hidden, layers = (64, 2) if env.small else (1024, 8)
+    model = small_model(env.device, BF16, triton=True, hidden=hidden, layers=layers)
+    # The last block belongs to no sequence, so that padding may write there.
+    vocab_size = model.decoder.spec.vocab_size
+    graphs = StepGraphs(sizes, 128, NUM_BLOCKS - 1, BLOCK_SIZE, vocab_size, env.device)
+    record = CudaGraphs() if env.device.type == "cuda" else lambda run: run
+    graphs.capture(model.decoder, model.attention, model.moe, record)
+    for num_seqs in counts:
+        model.step([(0, 64)] * num_seqs)
+        spans = [(64, 1)] * num_seqs
+        batch, inputs = model.batch(spans, env.device), model.batch(spans, torch.device("cpu"))
+        parts = [(batch, model.attention.plan(batch))]
+
+        def launch(parts: Any = parts) -> torch.Tensor:
+            return model.decoder(parts, model.attention, model.moe)
+
+        def replay(inputs: Any = inputs) -> torch.Tensor:
+            return graphs.replay(inputs, KeptCounts())
+
+        first = replay().clone()
+        # Other tokens through the same buffers.
+        for tokens in (batch.input_ids_T, inputs.input_ids_T):
+            tokens.copy_((tokens + 1) % vocab_size)
+        assert float((replay() - first).abs().max()) > 0, "a replay does not read its inputs"
+        size = min(size for size in sizes if size >= num_seqs)
+        # With other shapes products may be summed in another order, and a router make much of that.
+        tolerance = 1e-2 if size == num_seqs else 1e-1
+        row = check_close(f"B={num_seqs} recorded={size}", replay(), launch(), tolerance)
+        (eager_ms, how), (graph_ms, _) = (_time_without_graph(env, f) for f in (launch, replay))
+        met = None if env.device.type != "cuda" else graph_ms <= eager_ms
+        yield {**row, "eager_ms": eager_ms, "graph_ms": graph_ms, "how": how, "met": met}
+
+
+def _time_without_graph(env: Env, function: Callable[[], Any]) -> tuple[float, str]:
+    """As time_ms, launched from Python."""
+    if env.device.type != "cuda":
+        return time_ms(env, function)
     from triton import testing
 
-    batch = model.batch(spans)
-    plan = model.attention.plan(batch)
-
-    def forward() -> torch.Tensor:
-        return model.decoder([(batch, plan)], model.attention, model.moe)
-
-    expected = forward().clone()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        forward()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = forward()
-    # Other tokens through the same buffers.
-    batch.input_ids_T.copy_((batch.input_ids_T + 1) % model.decoder.spec.vocab_size)
-    graph.replay()
-    other = captured.clone()
-    changed = float((other - expected).abs().max())
-    assert changed > 0, "a replay does not read its inputs"
-    row = check_close(f"B={len(spans)} other tokens", other, forward(), 1e-2)
-    eager, replayed = (
-        testing.do_bench(f, warmup=5, rep=50, return_mode="median") for f in (forward, graph.replay)
-    )
-    return {**row, "eager_ms": eager, "graph_ms": replayed, "met": replayed <= eager}
+    return testing.do_bench(function, warmup=5, rep=50, return_mode="median"), "eager"

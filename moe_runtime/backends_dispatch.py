@@ -103,6 +103,11 @@ def _dispatcher(
     )
 
 
+def dispatch_tokens_without_host(name: str) -> int:
+    """Most tokens a rank that the dispatcher of this name sends on a GPU without reading anything on the host."""
+    return DEVICE_TOKENS if name == "collective" else 1 << 16
+
+
 def choose_overlap(config: EngineConfig, topology: Topology) -> Choice:
     """The setting of `engine.overlap.OverlapModel`: `auto`, or always the same way."""
     name, why = config.overlap, "asked for"
@@ -118,7 +123,7 @@ def choose_overlap(config: EngineConfig, topology: Topology) -> Choice:
 
 
 def _calls_in_flight(config: EngineConfig) -> int:
-    """Transfers under way at a time: with overlap two, each of which needs mailboxes of its own."""
+    """Transfers under way at a time: with overlap two, each of which needs a part of the buffer of its own."""
     return 1 if config.overlap == "off" else 2
 
 
@@ -140,7 +145,7 @@ def _one_sided_problem(
         problem = f"its Triton kernels: {_NO_DELAY}"
     elif one_sided_kernels(config, device):
         problem = triton_one_sided.unsupported(
-            ranks, device, buffer_bytes, row_bytes, spec.top_k, config.combine
+            ranks, device, buffer_bytes, row_bytes, spec.top_k, config.combine, _calls_in_flight(config)
         )
     if device != "cpu":
         return problem or heap_nvshmem.unsupported(device)
@@ -153,7 +158,7 @@ def _one_sided_problem(
         row_bytes,
         spec.top_k,
         config.combine,
-        1 if one_sided_kernels(config, device) else _calls_in_flight(config),
+        _calls_in_flight(config),
     )
 
 
@@ -177,7 +182,8 @@ def _make_one_sided_kernels(
         step_timeout=config.step_timeout,
         is_alive=lambda rank: process_runs(topology.peer_pids[rank]),
         combine=config.combine,
-        make_network=lambda layout: NvshmemNetwork(heap, layout, heap_nvshmem.device_library()),
+        in_flight=_calls_in_flight(config),
+        make_network=lambda part, layout: NvshmemNetwork(part, layout, heap_nvshmem.device_library()),
     )
 
 

@@ -231,7 +231,7 @@ class _Setting(argparse.Action):
         elif values is None or values is argparse.SUPPRESS:
             return  # an optional positional that was not given
         else:
-            value = convert(self.field, spelling, values)
+            value = convert(self.field, spelling, ",".join(values) if self.nargs == "+" else values)
         given = namespace.__dict__.setdefault("settings", {})
         put(given, self.field.name, Given(value, spelling))
 
@@ -244,6 +244,8 @@ def _add_setting(group: Any, f: dataclasses.Field[Any]) -> None:
     options: dict[str, Any] = {"nargs": 0} if kind == "bool" else {}
     if kind != "bool":
         options["metavar"] = "{" + ",".join(choices) + "}" if choices else _METAVARS[kind]
+    if f.metadata["several"]:
+        options["nargs"] = "+"
     group.add_argument(*spellings_of(f), action=_Setting, field=f, dest=f.name, help=help_text(f), **options)
 
 

@@ -38,8 +38,6 @@ _NOT_YET: dict[str, str] = {
     "a choice of scheduling policy": "scheduling-policy schedule-policy enable-priority-scheduling",
     "overlapped scheduling": "async-scheduling disable-overlap-schedule",
     "grouping of streamed tokens": "stream-interval",
-    "CUDA graphs": "enforce-eager disable-cuda-graph cuda-graph-bs cuda-graph-max-bs"
-    " cudagraph-capture-sizes max-cudagraph-capture-size",
     "compilation": "compilation-config enable-torch-compile O O0 O1 O2 O3",
     "speculative decoding": "speculative-config speculative-algorithm speculative-draft-model-path"
     " speculative-num-steps speculative-num-draft-tokens speculative-eagle-topk",

@@ -26,8 +26,12 @@ def _field(
     choices: tuple[str, ...] = (),
     low: float | None = None,
     high: float | None = None,
+    several: bool = False,
 ) -> Any:
-    """A setting. `aliases` are other flag spellings; `low`/`high` bound a number, both included."""
+    """A setting. `aliases` are other flag spellings; `low`/`high` bound a number, both included.
+
+    `several`: a text which, on the command line, may also be given as several words; they are joined by commas.
+    """
     metadata = {
         "group": group,
         "help": text,
@@ -35,6 +39,7 @@ def _field(
         "choices": choices,
         "low": low,
         "high": high,
+        "several": several,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -101,6 +106,13 @@ class EngineConfig(_Checked):
     layer_backend: str = _field(AUTO, "kernels", "How norms, dense products and activations are computed", choices=(AUTO, "torch", "triton", "deterministic"))
     deterministic: bool = _field(False, "kernels", "Give a request the same logprobs, bit for bit, whatever runs beside it and on however many ranks; slower",
                                  aliases=("enable-deterministic-inference",))
+
+    enforce_eager: bool = _field(False, "kernels", "Launch every step from Python: no CUDA graphs", aliases=("disable-cuda-graph",))
+    cuda_graph_sizes: str | None = _field(None, "kernels", "Tokens a rank of the decode steps that are recorded as CUDA graphs, as in 1,2,4,8;"
+                                          " default: 1,2,4,8,16,24,... up to max_num_seqs or 512",
+                                          aliases=("cudagraph-capture-sizes", "cuda-graph-bs"), several=True)
+    cuda_graph_max_size: int | None = _field(None, "kernels", "Largest of those sizes", aliases=("max-cudagraph-capture-size", "cuda-graph-max-bs"),
+                                             low=1, high=65536)
 
     block_size: int = _field(16, "cache", "Tokens per KV-cache block", aliases=("page-size",), low=1, high=1024)
     num_kv_blocks: int | None = _field(None, "cache", "KV-cache blocks per rank; default: from free memory", aliases=("num-gpu-blocks-override",), low=1)

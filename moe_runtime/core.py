@@ -247,6 +247,8 @@ class ForwardBatch:
     """int64: rows of T whose logits are wanted."""
     max_num_tokens: int
     """Largest T on any rank this step, from the lockstep header."""
+    padding_T: torch.Tensor | None = None
+    """bool: rows that no expert computes and whose output means nothing. None: there are none."""
 
     @property
     def num_tokens(self) -> int:

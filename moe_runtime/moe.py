@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from moe_runtime.core import DispatchPlan, ExpertBatch, LayerPlacement
     from moe_runtime.dispatch.base import Pending
     from moe_runtime.experts.base import ExpertKernel, ExpertWeights
-    from moe_runtime.placement.recorder import LoadRecorder
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,18 @@ class RoutedExperts(Protocol):
         ...
 
 
+class ExpertWatch(Protocol):
+    """Is told which experts are chosen, and how many rows are computed here; layer by layer."""
+
+    def count(self, topk_ids_TK: torch.Tensor) -> None:
+        """The choice for the tokens of a pass: int64 expert ids, -1 for none."""
+        ...
+
+    def computed(self, num_rows_p: torch.Tensor) -> None:
+        """Expert rows of each local slot, int64; once for each part of a pass."""
+        ...
+
+
 @dataclass(frozen=True)
 class ExpertParallelMoe:
     """Runs the routed experts of any MoE layer. Holds what knows of ranks, so that models need not."""
@@ -81,8 +92,7 @@ class ExpertParallelMoe:
     """Is told what took how long."""
     chunks: int = 1
     """Parts in which the rows of a pass travel."""
-    recorder: LoadRecorder | None = None
-    """Is told which experts are chosen, and how many rows are computed here."""
+    recorder: ExpertWatch | None = None
 
     def begin(self, work: MoeInput) -> ExpertParallelPass:
         """See RoutedExperts."""

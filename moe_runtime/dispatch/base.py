@@ -71,6 +71,8 @@ class Dispatcher(Protocol):
     10. close() is idempotent and leaves no file behind.
     11. A call may be made before results of earlier ones have been waited for, and these may be waited for in any order.
         How many calls travel at the same time is up to the dispatcher; one too many finishes the oldest first.
+    12. On a GPU a lost peer is noted by kernels, whose results are then wrong. check() raises LockstepError if any that
+        has finished noted one; it waits for nothing, so what has been waited for is right if it passes.
     """
 
     name: str
@@ -86,6 +88,10 @@ class Dispatcher(Protocol):
 
     def combine(self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan) -> Pending[torch.Tensor]:
         """Return y's expert rows to their tokens: out_TD = sum over k of weight * row. See contract 4 for the order."""
+        ...
+
+    def check(self) -> None:
+        """See contract 12."""
         ...
 
     def close(self) -> None:

@@ -82,6 +82,10 @@ class CheckedDispatcher:
         self._compare("combine", y_SD, plan)
         return self.inner.combine(y_SD, batch, plan)
 
+    def check(self) -> None:
+        """The wrapped dispatcher's."""
+        self.inner.check()
+
     def close(self) -> None:
         """Close the wrapped dispatcher."""
         self.inner.close()

@@ -145,6 +145,9 @@ class CollectiveDispatcher:
 
         return Deferred(finish)
 
+    def check(self) -> None:
+        """A lost peer raises in wait(), and on CUDA NCCL's watchdog ends the process."""
+
     def close(self) -> None:
         """Nothing to release: the process group belongs to whoever made it."""
 

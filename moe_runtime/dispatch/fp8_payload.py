@@ -76,6 +76,10 @@ class Fp8Payload:
         """The wrapped dispatcher's."""
         return self.inner.combine(y_SD, batch, plan)
 
+    def check(self) -> None:
+        """The wrapped dispatcher's."""
+        self.inner.check()
+
     def close(self) -> None:
         """Close the wrapped dispatcher."""
         self.inner.close()

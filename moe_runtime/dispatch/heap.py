@@ -21,3 +21,19 @@ class SymmetricHeap(Protocol):
     def close(self) -> None:
         """Give the memory back. Idempotent."""
         ...
+
+
+class HeapPart:
+    """`num_bytes` of every segment of a heap, from `first_byte` on (both multiples of 64). A SymmetricHeap; the memory stays the heap's."""
+
+    def __init__(self, heap: SymmetricHeap, first_byte: int, num_bytes: int) -> None:
+        self.rank, self.num_ranks = heap.rank, heap.num_ranks
+        # Tensors made inside inference mode could not be written outside it.
+        with torch.inference_mode(False):
+            self.segment = heap.segment[first_byte : first_byte + num_bytes]
+            addresses_N = heap.addresses_N
+            self.addresses_N = torch.where(addresses_N == 0, addresses_N, addresses_N + first_byte)
+
+    def close(self) -> None:
+        """Forget the memory. Idempotent."""
+        self.segment = torch.empty(0, dtype=torch.uint8)

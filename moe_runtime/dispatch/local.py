@@ -60,5 +60,8 @@ class LocalDispatcher:
         self.traffic.combines += 1
         return Done(sum_in_k_order(y_SD, grouping.position_TK, plan.topk_weights_TK, all_present=all_present))
 
+    def check(self) -> None:
+        """There are no peers."""
+
     def close(self) -> None:
         """Nothing to release."""

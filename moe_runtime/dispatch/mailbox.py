@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from moe_runtime.dispatch.waiting import IsAlive, wait_until
+from moe_runtime.dispatch.waiting import IsAlive, all_peers, wait_until
 from moe_runtime.errors import CapacityError, LockstepError
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Mailboxes:
     def receive(self, peer: int, call: Call, dtype: torch.dtype) -> tuple[Slab, Header]:
         """Wait for the message of `peer`. The slab may be read until next_exchange().
 
-        Raises LockstepError if the peer is dead, late, or at another call.
+        Raises LockstepError if any peer is dead, or this one late or at another call.
         """
         words = self._heap.words[self.rank]
         parity = self._exchange % 2
@@ -165,7 +165,8 @@ class Mailboxes:
         if words[at] != self._exchange:
             what = "dispatch message" if call.topk else "combine message"
             expected = self._exchange
-            wait_until(lambda: words[at] == expected, peer, what, self._timeout, self._is_alive)
+            peers = all_peers(self.rank, self.num_ranks, peer)
+            wait_until(lambda: words[at] == expected, peers, what, self._timeout, self._is_alive)
         theirs = Call(*words[at + _CALL : at + _CALL + len(call)])
         if theirs != call:
             raise LockstepError(f"rank {self.rank} is at {call}; rank {peer} is at {theirs}")

@@ -193,6 +193,9 @@ class OneSidedDispatcher:
 
         return Deferred(finish)
 
+    def check(self) -> None:
+        """A lost peer raises in wait()."""
+
     def close(self) -> None:
         """Give the shared memory back. Idempotent."""
         self._under_way.clear()

@@ -69,6 +69,7 @@ class OneSidedKernels:
         self, heap: SymmetricHeap, layout: SlabLayout, max_looks: int, network: Network | None
     ) -> None:
         device = heap.segment.device
+        self.heap = heap
         self.layout, self.tiles = layout, choose_tiles(interpreting())
         self.rank, self.num_ranks = heap.rank, heap.num_ranks
         self._addresses_N = heap.addresses_N

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from moe_runtime.dispatch.waiting import IsAlive, wait_until
+from moe_runtime.dispatch.waiting import IsAlive, all_peers, wait_until
 from moe_runtime.errors import CapacityError, LockstepError
 
 if TYPE_CHECKING:
@@ -197,7 +197,8 @@ def watch(
     what = f"{_KINDS[call.kind]} message"
     for i in range(1, layout.num_ranks):
         peer = (rank + i) % layout.num_ranks
-        wait_until(_arrival(words, peer, epoch), peer, what, step_timeout, is_alive)
+        peers = all_peers(rank, layout.num_ranks, peer)
+        wait_until(_arrival(words, peer, epoch), peers, what, step_timeout, is_alive)
         header = layout.headers_at // 8 + ((epoch & 1) * layout.num_ranks + peer) * 2
         theirs = Call.unpack(int(words[header + 1]))
         if theirs != call:

@@ -12,7 +12,8 @@ from typing import TypeVar
 import torch
 
 from moe_runtime.core import DispatchPlan, ExpertBatch
-from moe_runtime.dispatch.triton_one_sided import Transfer, TritonOneSidedDispatcher
+from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
+from moe_runtime.dispatch.triton_one_sided_transfer import Transfer
 
 V = TypeVar("V")
 
@@ -48,6 +49,7 @@ class VirtualRanks:
         topk: int,
         dtype: torch.dtype,
         combine: str = "exact",
+        in_flight: int = 1,
         step_timeout: float = 10.0,
     ) -> None:
         """As TritonOneSidedDispatcher; bytes_per_rank: a multiple of 64."""
@@ -64,6 +66,7 @@ class VirtualRanks:
                 step_timeout=step_timeout,
                 is_alive=lambda _: True,
                 combine=combine,
+                in_flight=in_flight,
             )
             for rank in range(num_ranks)
         ]

@@ -12,6 +12,8 @@ from moe_runtime import backends, backends_dispatch
 from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.control import Control
 from moe_runtime.engine.engine import Engine
+from moe_runtime.engine.graph_sizes import GraphSizes, Parts, choose_sizes
+from moe_runtime.engine.graphs import MAX_LONGEST, CudaGraphs, Record, StepGraphs
 from moe_runtime.engine.load_records import LoadRecords, describe
 from moe_runtime.engine.messages import Ready
 from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
@@ -57,6 +59,10 @@ class RankBuilder:
     ops: LayerOps
     cache: KVCache
     attention: AttentionBackend
+    graph_sizes: GraphSizes
+    runner: ModelRunner
+    records: LoadRecords
+    make_record: Callable[[], Record] = CudaGraphs
 
     def __init__(
         self, config: EngineConfig, topology: Topology, report: Callable[[str, float], None]
@@ -64,7 +70,7 @@ class RankBuilder:
         self.config, self.topology, self.report = config, topology, report
         self._spec_json = ""
         # What needs no time comes before the weights, so that its mistakes are told at once.
-        self.stages = (self.read_config, self.decide, self.connect, self.load, self.reserve)
+        self.stages = (self.read_config, self.decide, self.connect, self.load, self.reserve, self.record)
 
     def read_config(self) -> None:
         """The model's shape, read by rank 0 alone: what reads it takes long to import."""
@@ -130,36 +136,70 @@ class RankBuilder:
         overlap = backends_dispatch.choose_overlap(self.config, self.topology)
         self.overlap = OverlapModel(overlap.name, log=self.topology.rank == 0)
         self.attention_choice = backends.choose_attention(*what)
-        self.choices = [dispatcher, kernel, router, ops, overlap, self.attention_choice]
+        self.graph_sizes = choose_sizes(
+            self.config,
+            Parts(
+                device_type=self.topology.device.type,
+                attention=self.attention_choice.name,
+                experts=kernel.name,
+                overlap=overlap.name,
+                dispatch_tokens=backends_dispatch.dispatch_tokens_without_host(dispatcher.name),
+            ),
+        )
+        graphs = backends.Choice("cuda_graphs", str(self.graph_sizes), self.graph_sizes.why)
+        logger.log(logging.INFO if self.topology.rank == 0 else logging.DEBUG, "%s: %s (%s)", *graphs)
+        self.choices = [dispatcher, kernel, router, ops, overlap, self.attention_choice, graphs]
 
     def reserve(self) -> None:
         """The KV cache."""
         self.report("reserving the KV cache", 0.95)
-        self.cache = allocate_cache(self.config, self.spec, self.dtype, self.max_model_len, self.topology)
+        # Recorded steps need a block for their padding to write to.
+        self.reserved_blocks = 1 if self.graph_sizes.sizes else 0
+        self.cache = allocate_cache(
+            self.config, self.spec, self.dtype, self.max_model_len, self.topology, self.reserved_blocks
+        )
         self.attention = backends.make_attention(
             self.attention_choice.name, self.config, self.spec, self.cache
         )
 
-    def engine(self, link: RankLink) -> Engine:
-        """The rank's engine. All stages must have succeeded on all ranks."""
+    def record(self) -> None:
+        """What runs the model, and decode steps as CUDA graphs."""
         config, topology = self.config, self.topology
         placements = [
             layer_placement(self.placement, layer, topology.rank, topology.device)
             for layer in range(self.spec.num_moe_layers)
         ]
-        recorder, records = self._recording()
-        runner = ModelRunner(
+        recorder, self.records = self._recording()
+        moe = ExpertParallelMoe(
+            self.dispatcher, self.kernel, placements, topology.rank, self.timeline, recorder=recorder
+        )
+        graphs = None
+        if self.graph_sizes.sizes:
+            self.report("recording CUDA graphs", 0.96)
+            graphs = StepGraphs(
+                self.graph_sizes.sizes,
+                min(self.max_model_len, self.num_kv_blocks * config.block_size, MAX_LONGEST),
+                self.num_kv_blocks,
+                config.block_size,
+                self.spec.vocab_size,
+                topology.device,
+            )
+            graphs.capture(self.decoder, self.attention, moe, self.make_record())
+        self.runner = ModelRunner(
             decoder=self.decoder,
             cache=self.cache,
             attention=self.attention,
-            moe=ExpertParallelMoe(
-                self.dispatcher, self.kernel, placements, topology.rank, self.timeline, recorder=recorder
-            ),
+            moe=moe,
             block_size=config.block_size,
             device=topology.device,
             trace=self.trace,
             recorder=recorder,
+            graphs=graphs,
         )
+
+    def engine(self, link: RankLink) -> Engine:
+        """The rank's engine. All stages must have succeeded on all ranks."""
+        config, topology = self.config, self.topology
         scheduler = Scheduler(
             BlockManager(self.num_kv_blocks, config.block_size, config.enable_prefix_caching),
             config.max_num_seqs,
@@ -167,7 +207,7 @@ class RankBuilder:
             self.max_model_len,
         )
         control = Control(topology, config.step_timeout)
-        return Engine(topology.rank, scheduler, runner, control, link, self.overlap, records)
+        return Engine(topology.rank, scheduler, self.runner, control, link, self.overlap, self.records)
 
     def _recording(self) -> tuple[LoadRecorder, LoadRecords]:
         """The record of expert loads, and what deals with it."""
@@ -189,8 +229,8 @@ class RankBuilder:
 
     @property
     def num_kv_blocks(self) -> int:
-        """Blocks of the paged cache."""
-        return int(self.cache.keys[0].shape[0])
+        """Those that sequences can have."""
+        return self.cache.num_blocks - self.reserved_blocks
 
     def ready(self, pid: int) -> Ready:
         """What the front-end is told. `pid`: 0 if the front-end is on another host."""

@@ -25,6 +25,8 @@ class Header:
     """Tokens it will compute in this step; 0 takes part all the same."""
     first_tokens: int
     """How many of them are in the first half, if the step is cut in two (`overlap.half`)."""
+    graph_ok: int
+    """1 if it could replay a recorded decode step (`graphs.StepGraphs.fits`)."""
     has_work: int
     """1 if it has any sequence, even one that cannot run in this step."""
     last_tick: int
@@ -65,6 +67,8 @@ class Agreement:
     max_num_tokens: int
     max_halves: tuple[int, int]
     """Largest first and second half on any rank, if the step is cut in two."""
+    graph_ok: bool
+    """All could replay a recorded decode step, so all do."""
     any_work: bool
     max_tick: int
     same_tick: bool
@@ -108,6 +112,7 @@ class Control:
             max_tick=max(ticks),
             same_tick=min(ticks) == max(ticks),
             stop=all(h.stop for h in headers),
+            graph_ok=all(h.graph_ok for h in headers),
             prefill=any(h.prefill for h in headers),
             max_halves=(
                 max(h.first_tokens for h in headers),

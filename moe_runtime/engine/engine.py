@@ -81,7 +81,8 @@ class Engine:
     def step(self, plan: StepPlan, agreed: Agreement) -> None:
         """Compute the plan with the other ranks, sample, and report."""
         self._count(plan)
-        way = self.overlap.choose(agreed)
+        way = Way.OFF if agreed.graph_ok else self.overlap.choose(agreed)
+        self.stats.graph_steps += agreed.graph_ok
         self.stats.two_batch_steps += way is Way.TWO_BATCHES
         self.stats.chunked_steps += way is Way.CHUNKS
         logits, self.times = self.runner.execute(plan, agreed, way)
@@ -91,6 +92,8 @@ class Engine:
             self.link.send(news)
         sampling = [item.sequence for item in plan.scheduled if item.samples]
         sampled, failures = sample_each(logits, sampling)
+        # Whoever samples has waited for the device; nothing wrong may leave this rank.
+        self.runner.check()
         self.scheduler.commit(plan, [token.token_id for token in sampled])
         self.stats.steps += 1
         self.stats.generation_tokens += len(sampled) - len(failures)
@@ -177,6 +180,7 @@ class Engine:
             step=self.stats.steps,
             num_tokens=plan.num_tokens,
             first_tokens=half(plan),
+            graph_ok=int(self.runner.graphs is not None and self.runner.graphs.fits(plan)),
             has_work=int(self.scheduler.has_work),
             last_tick=self.link.last_tick,
             stop=int(self.stopping),

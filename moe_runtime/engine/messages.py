@@ -160,6 +160,8 @@ class RankStats(msgspec.Struct):
     """Steps of which one half was computed while the other half's tokens travelled."""
     chunked_steps: int = 0
     """Steps whose MoE rows travelled in chunks."""
+    graph_steps: int = 0
+    """Steps that were replayed from a CUDA graph."""
     step_tokens: int = 0
     """Tokens computed in the last step."""
     tokens_of_steps: Distribution = msgspec.field(

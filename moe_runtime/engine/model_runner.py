@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moe_runtime.config import EngineConfig
     from moe_runtime.core import StepPlan
     from moe_runtime.engine.control import Agreement
+    from moe_runtime.engine.graphs import StepGraphs
     from moe_runtime.models.decoder import Decoder
     from moe_runtime.models.spec import ModelSpec
     from moe_runtime.moe import ExpertParallelMoe
@@ -94,6 +95,8 @@ class ModelRunner:
     device: torch.device
     trace: StepTrace
     recorder: LoadRecorder
+    graphs: StepGraphs | None = None
+    """Recorded decode steps, if any."""
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, agreed: Agreement, way: Way) -> tuple[torch.Tensor, StepTimes]:
@@ -105,15 +108,15 @@ class ModelRunner:
         timeline.begin_step()
         if plan.block_copies:
             self.cache.copy_blocks(plan.block_copies)
-        pieces = [(plan, agreed.max_num_tokens)]
-        if way is Way.TWO_BATCHES:
-            pieces = list(zip(split(plan, half(plan)), agreed.max_halves, strict=True))
-        parts = [self._prepare(part, limit) for part, limit in pieces]
-        self.recorder.begin_step([part_tokens(part, self.recorder) for part, _ in pieces])
-        moe = replace(self.moe, chunks=2) if way is Way.CHUNKS else self.moe
-        logits = self.decoder(parts, self.attention, moe)
-        timeline.lap("head")
-        forward_ns = timeline.end_step(tokens=plan.num_tokens, halves=len(parts))
+        if agreed.graph_ok:
+            assert self.graphs is not None
+            batch = build_batch(plan, self.block_size, agreed.max_num_tokens, torch.device("cpu"))
+            self.recorder.begin_step([part_tokens(plan, self.recorder)])
+            logits = self.graphs.replay(batch, self.recorder)
+        else:
+            logits = self._launch(plan, agreed, way)
+        timeline.lap("replay" if agreed.graph_ok else "head")
+        forward_ns = timeline.end_step(tokens=plan.num_tokens, halves=2 if way is Way.TWO_BATCHES else 1)
         self.trace.step_done()
         times = StepTimes(
             # A forward pass without MoE layers does not wait; 0 would say that there are no times.
@@ -123,6 +126,19 @@ class ModelRunner:
         )
         self.recorder.end_step(times.forward_us, times.wait_us, agreed.prefill)
         return logits, times
+
+    def check(self) -> None:
+        """Raises LockstepError if the device noted that a peer was lost. Waits for nothing; see Dispatcher."""
+        self.moe.dispatcher.check()
+
+    def _launch(self, plan: StepPlan, agreed: Agreement, way: Way) -> torch.Tensor:
+        pieces = [(plan, agreed.max_num_tokens)]
+        if way is Way.TWO_BATCHES:
+            pieces = list(zip(split(plan, half(plan)), agreed.max_halves, strict=True))
+        parts = [self._prepare(part, limit) for part, limit in pieces]
+        self.recorder.begin_step([part_tokens(part, self.recorder) for part, _ in pieces])
+        moe = replace(self.moe, chunks=2) if way is Way.CHUNKS else self.moe
+        return self.decoder(parts, self.attention, moe)
 
     def _prepare(self, plan: StepPlan, max_num_tokens: int) -> tuple[ForwardBatch, Any]:
         batch = build_batch(plan, self.block_size, max_num_tokens, self.device)
@@ -135,9 +151,14 @@ class ModelRunner:
 
 
 def allocate_cache(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, topology: Topology
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    max_model_len: int,
+    topology: Topology,
+    reserved: int = 0,
 ) -> KVCache:
-    """The KV cache: `num_kv_blocks`, or what fits the rank's free memory after keeping room for a step.
+    """The KV cache: `num_kv_blocks`, or what fits the rank's free memory after keeping room for a step; and `reserved` blocks more.
 
     Collective. The rank with the least memory decides for all. Raises CapacityError, with the numbers, if one sequence of
     max_model_len tokens would not fit a cache sized from memory.
@@ -149,13 +170,13 @@ def allocate_cache(
     free = min(int(n) for n in topology.all_gather_text(str(free_memory_bytes(topology))))
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
-        if num_blocks * block_bytes > free:
+        if (num_blocks + reserved) * block_bytes > free:
             raise CapacityError(
                 f"num_kv_blocks={num_blocks} needs {_size(num_blocks * block_bytes)} per rank, but {_size(free)} is free"
             )
     else:
         step = step_bytes(config, spec, dtype, topology.world_size)
-        fitting = max(0, int(free * config.memory_utilization) - step) // block_bytes
+        fitting = max(0, max(0, int(free * config.memory_utilization) - step) // block_bytes - reserved)
         if fitting < blocks_per_sequence:
             raise CapacityError(
                 f"the KV cache has room for {fitting * block_size} tokens per rank ({_size(free)} free,"
@@ -169,7 +190,7 @@ def allocate_cache(
         "KV cache: %d blocks of %d tokens (%s) per rank; %.1f sequences of %d tokens at once",
         num_blocks, block_size, _size(num_blocks * block_bytes), num_blocks / blocks_per_sequence, max_model_len,
     )  # fmt: skip
-    return KVCache.allocate(specs, num_blocks, block_size, kept_dtype, topology.device)
+    return KVCache.allocate(specs, num_blocks + reserved, block_size, kept_dtype, topology.device)
 
 
 def step_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, world_size: int) -> int:

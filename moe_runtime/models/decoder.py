@@ -132,15 +132,18 @@ class MoeMlp(nn.Module):
             quantize_activations=self.quantize_activations,
         )
 
-    def forward(self, x_TD: torch.Tensor, moe: RoutedExperts, max_num_tokens: int) -> MoePass:
+    def forward(self, x_TD: torch.Tensor, moe: RoutedExperts, batch: ForwardBatch) -> MoePass:
         """x_TD: normed hidden states, T may be 0. Sends rows to their experts; the output is the pass's."""
 
         def choose() -> Routing:
-            return self.route(self.router(x_TD), self.routing_method, None, self.weights_dtype)
+            routing = self.route(self.router(x_TD), self.routing_method, None, self.weights_dtype)
+            if batch.padding_T is not None:
+                routing.topk_ids_TK.masked_fill_(batch.padding_T[:, None], -1)
+            return routing
 
         shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
         weights = self.expert_weights()
-        return moe.begin(MoeInput(self.moe_layer, x_TD, choose, weights, max_num_tokens, shared))
+        return moe.begin(MoeInput(self.moe_layer, x_TD, choose, weights, batch.max_num_tokens, shared))
 
     def _shared(self, x_TD: torch.Tensor) -> torch.Tensor:
         assert self.shared_expert is not None
@@ -208,7 +211,7 @@ class DecoderLayer(nn.Module):
         attended = self.attention(normed, stream.rotation, backend, stream.plan)
         stream.x_TD, normed = self.mlp_norm.after_adding(stream.x_TD, attended)
         if isinstance(self.mlp, MoeMlp):
-            stream.under_way = self.mlp(normed, moe, stream.batch.max_num_tokens)
+            stream.under_way = self.mlp(normed, moe, stream.batch)
         else:
             stream.delta_TD = self.mlp(normed)
 

@@ -65,6 +65,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[RankStats], float]]] = {
         lambda s: s.two_batch_steps,
     ),
     "chunked_steps": ("Steps whose MoE rows travelled in chunks", lambda s: s.chunked_steps),
+    "graph_steps": ("Steps that were replayed from a CUDA graph", lambda s: s.graph_steps),
     "moe_dispatch_wait_seconds": ("Waited for other ranks' rows", lambda s: s.wait_us / 1e6),
     "forward_seconds": ("Spent in forward passes, waiting included", lambda s: s.forward_us / 1e6),
     "moe_dispatch_rounds": ("Exchanges between ranks in dispatch and combine", lambda s: s.dispatch_rounds),

@@ -209,7 +209,7 @@ def _one_sided(combine: str, library: str | None) -> None:
         step_timeout=300.0,
         is_alive=lambda rank: True,
         combine=combine,
-        make_network=lambda layout: NvshmemNetwork(heap, layout, library or ""),
+        make_network=lambda part, layout: NvshmemNetwork(part, layout, library or ""),
     )
     plan = DispatchPlan(
         global_slot_TK=torch.empty(T, K, dtype=torch.int64),

@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_runtime.core import DispatchPlan
 from moe_runtime.dispatch.base import Dispatcher
 from moe_runtime.dispatch.collective import CollectiveDispatcher
 from moe_runtime.dispatch.heap_shm import SHM_FOLDER, SharedHeap
 from moe_runtime.dispatch.mailbox import LAST_EXCHANGE
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
-from moe_runtime.errors import BackendUnavailable
+from moe_runtime.errors import BackendUnavailable, LockstepError
 from tests.helpers.dispatch_cases import MAX_D, Case, exchange, expect, make_data
 from tests.helpers.dispatch_cases import make as make_case_dispatcher
 from tests.helpers.dispatch_faults import (
@@ -70,6 +71,30 @@ def test_a_killed_rank_is_noticed_by_all(kind: str, victim: int, inside: bool) -
         assert seconds < AT_ONCE
         if kind == "one_sided":
             assert f"rank {victim} died" in message
+
+
+def dies_while_another_is_waited_for(rank: int, num_ranks: int) -> tuple[str, float]:
+    """Rank 0 waits for rank 1, which is alive but silent; rank 2 sends its message and dies."""
+    dispatcher = make("one_sided", NEVER)
+    one_call(dispatcher, rank, num_ranks)
+    if rank == 1:
+        time.sleep(12.0)
+        return "silent", 0.0
+    plan = DispatchPlan(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2), 1, num_ranks, rank, 1)
+    pending = dispatcher.dispatch(torch.zeros(1, 16), plan)
+    if rank == 2:
+        die()
+    begin = time.monotonic()
+    with pytest.raises(LockstepError) as caught:
+        pending.wait()
+    return str(caught.value), time.monotonic() - begin
+
+
+def test_a_death_is_noticed_while_another_rank_is_waited_for() -> None:
+    (message, seconds), _, died = run_ranks(dies_while_another_is_waited_for, 3, may_die=[2])
+    assert died == Died(-signal.SIGKILL)
+    assert message == "rank 2 died while this rank waited for rank 1's dispatch message"
+    assert seconds < 2.0
 
 
 def one_is_late(rank: int, num_ranks: int, kind: str) -> str:

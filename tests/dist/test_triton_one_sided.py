@@ -39,10 +39,11 @@ def make(
     combine: str = "exact",
     step_timeout: float = TIMEOUT,
     is_alive: Callable[[int], bool] = lambda rank: True,
+    in_flight: int = 1,
 ) -> ExactRows:
     """Over the default group; `tiny` has room for a few tokens a round."""
     needed = fit_layout(num_ranks, 1 << 30, 4 * MAX_D, MAX_K, combine == "per_rank", False)
-    size = needed.segment_bytes // needed.capacity * (4 if tiny else 400) // 64 * 64
+    size = needed.segment_bytes // needed.capacity * (4 if tiny else 400) // 64 * 64 * in_flight
     return ExactRows(
         TritonOneSidedDispatcher(
             SharedHeap(dist.get_rank(), exchange, size),
@@ -52,15 +53,16 @@ def make(
             step_timeout=step_timeout,
             is_alive=is_alive,
             combine=combine,
+            in_flight=in_flight,
         )
     )
 
 
 def conformance(
-    rank: int, num_ranks: int, names: list[str], tiny: bool, combine: str, seed: int
+    rank: int, num_ranks: int, names: list[str], tiny: bool, combine: str, in_flight: int, seed: int
 ) -> tuple[int, int]:
     """Those cases with one dispatcher; rounds, and calls."""
-    dispatcher = make(num_ranks, tiny=tiny, combine=combine)
+    dispatcher = make(num_ranks, tiny=tiny, combine=combine, in_flight=in_flight)
     cases = [case for case in CASES if case.name in names]
     traffic = dispatcher.traffic
     run_cases(dispatcher, traffic, cases, rank, num_ranks, f"one_sided-{combine}", seed)
@@ -84,18 +86,41 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_contract(num_ranks: int, names: list[str], tiny: bool, combine: str, seed: int) -> None:
-    results = run_ranks(conformance, num_ranks, names, tiny, combine, seed, timeout=200)
+    in_flight = 1 + seed % 2
+    results = run_ranks(conformance, num_ranks, names, tiny, combine, in_flight, seed, timeout=200)
     assert len(set(results)) == 1
     rounds, calls = results[0]
     assert rounds > calls if tiny else rounds == calls
 
 
-def many_calls(rank: int, num_ranks: int, seed: int) -> None:
-    run_many_calls(make(num_ranks), rank, num_ranks, "one_sided", seed, turns=6)
+def many_calls(rank: int, num_ranks: int, in_flight: int, tiny: bool, seed: int) -> None:
+    run_many_calls(make(num_ranks, in_flight=in_flight, tiny=tiny), rank, num_ranks, "one_sided", seed, turns=6)
 
 
-def test_many_calls_in_flight(seed: int) -> None:
-    run_ranks(many_calls, 2, seed)
+@pytest.mark.parametrize(("in_flight", "tiny"), [(1, False), (2, False), (2, True)])
+def test_many_calls_in_flight(in_flight: int, tiny: bool, seed: int) -> None:
+    run_ranks(many_calls, 2, in_flight, tiny, seed)
+
+
+def second_call_does_not_wait(rank: int, num_ranks: int, in_flight: int) -> float:
+    """Seconds that rank 0 needs to begin two dispatches while rank 1 is late."""
+    dispatcher = make(num_ranks, in_flight=in_flight)
+    one_call(dispatcher, rank, num_ranks)
+    plan = DispatchPlan(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2), 1, num_ranks, rank, 1)
+    time.sleep(3.0 * rank)
+    begin = time.monotonic()
+    pending = [dispatcher.dispatch(torch.full((1, 16), float(rank + i)), plan) for i in range(2)]
+    seconds = time.monotonic() - begin
+    for i, batch in enumerate(p.wait() for p in pending):
+        expected = [float(source + i) for source in range(num_ranks)] if rank == 0 else []
+        assert batch.tokens_RD[batch.row_index_S, 0].tolist() == [x for x in expected for _ in range(2)]
+    return seconds
+
+
+def test_two_calls_travel_at_the_same_time() -> None:
+    """With one part of the heap the second call waits for the first one's messages, with two it does not."""
+    assert run_ranks(second_call_does_not_wait, 2, 1)[0] > 1.5
+    assert run_ranks(second_call_does_not_wait, 2, 2)[0] < 1.5
 
 
 def victim_dies(rank: int, num_ranks: int, victim: int, inside: bool) -> tuple[str, float]:
@@ -141,7 +166,7 @@ def signal_is_lost(rank: int, num_ranks: int) -> tuple[str, float]:
     one_call(dispatcher, rank, num_ranks)
     nowhere = torch.zeros_like(dispatcher.inner._heap.segment)  # type: ignore[union-attr]
     if rank == 1:
-        dispatcher.inner.kernels._addresses_N[0] = nowhere.data_ptr()
+        dispatcher.inner.kernels[0]._addresses_N[0] = nowhere.data_ptr()
     return call_until_error(dispatcher, rank, num_ranks)
 
 

@@ -56,6 +56,7 @@ def run_case(dispatcher: Dispatcher, traffic: Traffic, data: Data, rank: int, ki
     out = dispatcher.combine(data.compute(batch, rank), batch, plan).wait()
     assert out.dtype == data.case.dtype
     assert out.shape == data.x[rank].shape
+    dispatcher.check()
     assert torch.equal(out, expected.per_rank_out if "per_rank" in kind else expected.out)
     if "per_rank" in kind:
         # Products and sums round to float32, each partial sum and the total to the rows' type.

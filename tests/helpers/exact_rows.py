@@ -49,6 +49,9 @@ class ExactRows:
     def combine(self, y_SD: torch.Tensor, batch: ExpertBatch, plan: DispatchPlan) -> Any:
         return self.inner.combine(padded(y_SD, batch.handle), batch.handle, plan)
 
+    def check(self) -> None:
+        self.inner.check()
+
     def close(self) -> None:
         self.inner.close()
 

@@ -108,7 +108,7 @@ def test_rows_of_bytes_travel_as_they_are(row_bytes: int, seed: int) -> None:
 def test_exchange_numbers_may_pass_any_power_of_two(last: int, seed: int) -> None:
     ranks = virtual(2)
     for dispatcher in ranks.dispatchers:
-        dispatcher.kernels.epoch.fill_(last)
+        dispatcher.kernels[0].epoch.fill_(last)
     for turn in range(2):
         check_case(ranks, CASES[1], "exact", seed + turn)
 
@@ -195,7 +195,7 @@ def test_messages_to_ranks_beyond_a_network_are_laid_out_in_the_outbox(combine: 
                 step_timeout=1.0,
                 is_alive=lambda _: True,
                 combine=combine,
-                make_network=lambda layout, rank=rank: Carrier(rank, segments, layout),  # type: ignore[misc]
+                make_network=lambda _, layout, rank=rank: Carrier(rank, segments, layout),  # type: ignore[misc]
             )
         )
     for index, name in enumerate(("some padding", "bfloat16", "hot expert")):
@@ -231,7 +231,7 @@ def lone_dispatcher(num_ranks: int = 3) -> TritonOneSidedDispatcher:
 
 def test_a_waiting_kernel_gives_up_and_says_why() -> None:
     dispatcher = lone_dispatcher()
-    kernels, call = dispatcher.kernels, Call(1, 8, 64, 2).pack()
+    kernels, call = dispatcher.kernels[0], Call(1, 8, 64, 2).pack()
     dispatcher.check()
     kernels.signal(torch.zeros(3, dtype=torch.int32), call)
     own = dispatcher._heap.segment.view(torch.int64)  # type: ignore[union-attr]

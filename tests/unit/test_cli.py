@@ -73,6 +73,13 @@ def test_every_spelling_sets_its_field(seed: int) -> None:
                     assert args.given == {f.name}
 
 
+@pytest.mark.parametrize("flag", ["--cuda-graph-sizes", "--cudagraph-capture-sizes", "--cuda-graph-bs"])
+def test_graph_sizes_as_words_or_with_commas(flag: str) -> None:
+    assert engine(flag, "1", "2", "4", "--ep", "2").cuda_graph_sizes == "1,2,4"
+    assert engine(flag, "1,2,4").cuda_graph_sizes == engine(f"{flag}=1,2,4").cuda_graph_sizes == "1,2,4"
+    assert engine("--disable-cuda-graph").enforce_eager
+
+
 def test_model_without_a_flag() -> None:
     assert engine("some/folder", "--ep", "2").model == "some/folder"
     assert engine("--ep", "2", "some/folder").model == "some/folder"
