@@ -132,7 +132,7 @@ class EngineConfig(_Checked):
 
     log_level: str = _field("info", "logging", "Least severe message shown", choices=("debug", "info", "warning", "error"))
     trace_steps: int = _field(0, "logging", "Steps, from the first on, of which each rank writes a trace for ui.perfetto.dev", low=0)
-    trace_dir: str = _field("trace", "logging", "Folder for the traces, one file per rank")
+    trace_dir: str = _field("trace", "logging", "Folder for the traces: one file per rank, or one for all after POST /stop_profile")
     log_stats_interval: float = _field(10.0, "logging", "Seconds between throughput lines while busy; 0: none", low=0)
     # fmt: on
 

@@ -37,7 +37,8 @@ class MoeInput:
     """In model order, counting MoE layers only."""
     x_TD: torch.Tensor
     """Normed hidden states. They must not change until compute() has returned."""
-    routing: Routing
+    route: Callable[[], Routing]
+    """The router, for these hidden states; called once."""
     weights: ExpertWeights
     """Of this rank's slots."""
     max_num_tokens: int
@@ -97,11 +98,13 @@ class ExpertParallelMoe:
         """See RoutedExperts."""
         self.timeline.lap("attention", moe_layer=work.moe_layer, tokens=work.x_TD.shape[0])
         placement = self.placements[work.moe_layer]
+        routing = work.route()
+        self.timeline.lap("router", moe_layer=work.moe_layer)
         if self.recorder is not None:
-            self.recorder.count(work.routing.topk_ids_TK)
+            self.recorder.count(routing.topk_ids_TK)
         parts = [
             _Part(rows_TD, plan_dispatch(part, placement, self.rank, limit), work.moe_layer)
-            for rows_TD, part, limit in cut_rows(work.x_TD, work.routing, work.max_num_tokens, self.chunks)
+            for rows_TD, part, limit in cut_rows(work.x_TD, routing, work.max_num_tokens, self.chunks)
         ]
         return ExpertParallelPass(self, work.weights, parts, work.meanwhile)
 

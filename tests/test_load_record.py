@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -37,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def http(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     where = tmp_path_factory.mktemp("records")
-    flags = (*FLAGS, "--expert-distribution-dir", str(where))
+    flags = (*FLAGS, "--expert-distribution-dir", str(where), "--trace-dir", str(where))
     with (
         RealServer(folder, 2, where / "server.log", *flags) as server,
         httpx.Client(base_url=server.base_url, timeout=120) as client,
@@ -117,3 +118,23 @@ def test_recording_from_python_changes_nothing(folder: Path, tmp_path: Path) -> 
             with pytest.raises(CapacityError, match=r"rank 0: .*file"):
                 llm.dump_expert_distribution_record(blocked / "below")
     assert results[0] == results[1]
+
+
+def test_a_trace_over_http(http: httpx.Client) -> None:
+    assert http.post("/stop_profile").status_code == 400
+    assert http.post("/start_profile", json={"num_steps": 0}).status_code == 400
+    assert http.post("/start_profile", json={"steps": 3}).status_code == 400
+    assert http.post("/start_profile", json={"num_steps": 4}).json() == {"success": True, "num_steps": 4}
+    assert http.post("/start_profile").status_code == 400
+    complete(http, list(range(5, 25)), 9)
+    done = http.post("/stop_profile").json()
+    events = json.loads(Path(done["file"]).read_text())["traceEvents"]
+    for rank in range(2):
+        own = [e for e in events if e["pid"] == rank and e["ph"] == "X"]
+        assert sum(e["name"] == "step" for e in own) == 4
+        assert {"attention", "router", "dispatch", "experts", "combine", "wait"} <= {e["name"] for e in own}
+    assert [r["steps"] for r in done["summary"]["ranks"]] == [4, 4]
+    assert done["summary"]["verdict"]
+    # Ended by hand: what there is, which is nothing on an idle server.
+    http.post("/start_profile")
+    assert http.post("/stop_profile").json()["summary"]["verdict"] == "No step was computed."

@@ -28,7 +28,7 @@ from moe_runtime.moe import ExpertParallelMoe
 from moe_runtime.placement.layout import contiguous, layer_placement
 from moe_runtime.placement.recorder import LoadRecorder
 from moe_runtime.profiling.timeline import Timeline
-from moe_runtime.profiling.trace import StepTrace
+from moe_runtime.profiling.trace import StepTrace, trace_file
 from moe_runtime.topology import free_memory_bytes
 from moe_runtime.weights.loader import load_weights, weight_bytes
 
@@ -70,7 +70,7 @@ class RankBuilder:
         self.config, self.topology, self.report = config, topology, report
         self._spec_json = ""
         # What needs no time comes before the weights, so that its mistakes are told at once.
-        self.stages = (self.read_config, self.decide, self.connect, self.load, self.reserve, self.record)
+        self.stages = (self.read_config, self.decide, self.connect, self.load, self.reserve, self.assemble)
 
     def read_config(self) -> None:
         """The model's shape, read by rank 0 alone: what reads it takes long to import."""
@@ -124,9 +124,10 @@ class RankBuilder:
     def connect(self) -> None:
         """Dispatcher, what experts and layers are computed with, and what watches them."""
         self.timeline = Timeline()
-        self.trace = StepTrace(
-            self.timeline, Path(self.config.trace_dir), self.topology.rank, self.config.trace_steps
-        )
+        self.trace = StepTrace(self.timeline)
+        if self.config.trace_steps:
+            write = trace_file(Path(self.config.trace_dir), self.topology.rank)
+            self.trace.begin(self.config.trace_steps, write)
         what = self.config, self.spec, self.dtype, self.topology
         self.dispatcher, dispatcher = backends_dispatch.make_dispatcher(*what)
         self.kernel, kernel = backends.make_experts(*what)
@@ -161,7 +162,7 @@ class RankBuilder:
             self.attention_choice.name, self.config, self.spec, self.cache
         )
 
-    def record(self) -> None:
+    def assemble(self) -> None:
         """What runs the model, and decode steps as CUDA graphs."""
         config, topology = self.config, self.topology
         placements = [

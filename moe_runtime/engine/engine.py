@@ -13,6 +13,8 @@ from moe_runtime.engine.messages import (
     REQUEST_TIME_BOUNDS,
     STEP_TOKEN_BOUNDS,
     Abort,
+    Profile,
+    Profiled,
     RankStats,
     RecordLoads,
     ResetPrefixCache,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from moe_runtime.engine.model_runner import ModelRunner
     from moe_runtime.engine.rank_link import RankLink
     from moe_runtime.engine.scheduler import Scheduler
+    from moe_runtime.profiling.timeline import Span
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +127,22 @@ class Engine:
                         self.stopping = True
                     case ResetPrefixCache():
                         self.scheduler.block_manager.reset_prefix_cache()
+                    case Profile():
+                        self._profile(command)
                     case RecordLoads():
                         self.link.send(self.records.carry_out(command))
             if tick.commands:
                 self._report([])
+
+    def _profile(self, command: Profile) -> None:
+        if not command.num_steps:
+            self.runner.trace.end()
+            return
+
+        def deliver(spans: list[Span]) -> None:
+            self.link.send(Profiled(self.rank, command.request, spans))
+
+        self.runner.trace.begin(command.num_steps, deliver)
 
     def _submit(self, command: Submit) -> None:
         sequence = Sequence(

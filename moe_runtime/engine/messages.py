@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from moe_runtime.core import SamplingParams, TokenLogprobs
+from moe_runtime.profiling.timeline import Span
 
 
 class Submit(msgspec.Struct, tag="submit"):
@@ -52,7 +53,16 @@ class RecordLoads(msgspec.Struct, tag="record_loads"):
     """The name under which the model is served, for the record."""
 
 
-Command = Submit | Abort | Stop | ResetPrefixCache | RecordLoads
+class Profile(msgspec.Struct, tag="profile"):
+    """Keep the spans of the next steps and send them as Profiled."""
+
+    request: int
+    """By which the answer is known."""
+    num_steps: int
+    """0: end what is under way, and send what there is."""
+
+
+Command = Submit | Abort | Stop | ResetPrefixCache | RecordLoads | Profile
 
 
 class Tick(msgspec.Struct):
@@ -192,6 +202,14 @@ class Recorded(msgspec.Struct, tag="recorded"):
     """Why it could not be done."""
 
 
+class Profiled(msgspec.Struct, tag="profiled"):
+    """Rank -> front-end: what a rank did when, once the steps of a Profile are over."""
+
+    rank: int
+    request: int
+    spans: list[Span]
+
+
 class Ready(msgspec.Struct, tag="ready"):
     """Rank -> front-end once it can take requests."""
 
@@ -225,4 +243,4 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-RankMessage = StepOutput | LoadNews | Recorded | Ready | Progress | Failed
+RankMessage = StepOutput | LoadNews | Recorded | Profiled | Ready | Progress | Failed

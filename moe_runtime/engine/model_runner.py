@@ -146,7 +146,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Write what has been traced, and close the dispatcher."""
-        self.trace.close()
+        self.trace.end()
         self.moe.dispatcher.close()
 
 

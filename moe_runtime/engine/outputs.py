@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,6 +16,15 @@ class DumpedRecord:
     folder: Path
     num_windows: int
     num_steps: int
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """A trace of all ranks that has been written."""
+
+    file: Path
+    summary: dict[str, Any]
+    """See `profiling.joined.summarize`."""
 
 
 @dataclass(frozen=True)

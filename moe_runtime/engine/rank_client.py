@@ -12,6 +12,8 @@ from moe_runtime.engine.messages import (
     Abort,
     Failed,
     LoadNews,
+    Profile,
+    Profiled,
     Recorded,
     RecordLoads,
     SequenceUpdate,
@@ -23,8 +25,6 @@ from moe_runtime.errors import CapacityError, EngineDeadError, LockstepError, Re
 from moe_runtime.placement.balancedness import BalanceWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from moe_runtime.engine.frontend_link import FrontendLink
     from moe_runtime.engine.messages import Command
     from moe_runtime.engine.rank_chooser import RankChooser
@@ -51,7 +51,7 @@ class RankClient:
         """`chooser` is told of the load that requests make, and of the ranks' own figures."""
         self.in_flight = InFlight(chooser)
         self.balance = BalanceWatch(link.num_ranks)
-        self._answers: dict[int, asyncio.Queue[Recorded]] = {}
+        self._answers: dict[int, asyncio.Queue[Any]] = {}
         """Of commands that wait for them, by number."""
         self._link = link
         self._chooser = chooser
@@ -87,33 +87,47 @@ class RankClient:
         Raises CapacityError with what went wrong on a rank, or if one does not answer (it may be in a long step), EngineDeadError.
         """
         self.raise_if_dead()
-        request = next(self._numbers)
-        answers = self._answers[request] = asyncio.Queue()
-        self.tell_all(RecordLoads(request, action, folder, model))
+        told: list[Recorded] = []
         try:
             async with asyncio.timeout(_RECORD_S):
-                told = [await self._or_death(answers.get()) for _ in range(self._link.num_ranks)]
+                told = await self._ask(RecordLoads(next(self._numbers), action, folder, model))
         except TimeoutError:
             raise CapacityError(
                 f"{action} of the record: not all ranks answered within {_RECORD_S:.0f} s"
             ) from None
-        finally:
-            del self._answers[request]
         wrong = [f"rank {answer.rank}: {answer.error}" for answer in told if answer.error]
         if wrong:
             raise CapacityError(f"{action} of the record: " + "; ".join(wrong))
         return sorted(told, key=lambda answer: answer.rank)
 
-    async def _or_death(self, waiting: Coroutine[Any, Any, Recorded]) -> Recorded:
-        """What is waited for; raises EngineDeadError if the ranks are gone first."""
-        task = self._loop.create_task(waiting)
-        either: list[asyncio.Future[Any]] = [task, self._dead]
+    async def profile(self, num_steps: int) -> list[Profiled]:
+        """What every rank does in the next `num_steps` steps, or up to `end_profile`. Raises EngineDeadError."""
+        self.raise_if_dead()
+        told: list[Profiled] = await self._ask(Profile(next(self._numbers), num_steps))
+        return told
+
+    def end_profile(self) -> None:
+        """Have the ranks send what they have for a `profile` under way."""
+        self.tell_all(Profile(0, 0))
+
+    async def _ask(self, command: RecordLoads | Profile) -> list[Any]:
+        """Send a command to all ranks and wait for their answers, or raise EngineDeadError if the ranks are gone first."""
+        answers = self._answers[command.request] = asyncio.Queue()
+        told: list[Any] = []
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            self.raise_if_dead()
-            return await task
+            self.tell_all(command)
+            while len(told) < self._link.num_ranks:
+                task = self._loop.create_task(answers.get())
+                either: list[asyncio.Future[Any]] = [task, self._dead]
+                try:
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                    self.raise_if_dead()
+                    told.append(await task)
+                finally:
+                    task.cancel()
+            return told
         finally:
-            task.cancel()
+            del self._answers[command.request]
 
     def send(
         self,
@@ -185,8 +199,9 @@ class RankClient:
                         self._on_news(news)
                 elif isinstance(message, LoadNews):
                     self.balance.see(message.rank, message.steps)
-                elif isinstance(message, Recorded):
-                    self._answers.setdefault(message.request, asyncio.Queue()).put_nowait(message)
+                elif isinstance(message, Recorded | Profiled):
+                    if message.request in self._answers:
+                        self._answers[message.request].put_nowait(message)
                 elif isinstance(message, Failed):
                     self._on_failure(message)
         except Exception as exc:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from moe_runtime.config import EngineConfig
 from moe_runtime.core import SamplingParams
 from moe_runtime.engine.messages import RankStats, Ready
-from moe_runtime.engine.outputs import CompletionDelta, DumpedRecord
+from moe_runtime.engine.outputs import CompletionDelta, DumpedRecord, ProfileResult
 from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.errors import EngineDeadError
 from moe_runtime.placement.balancedness import BalanceWatch
@@ -77,6 +77,12 @@ class Engine(Protocol):
 
     async def dump_expert_distribution_record(self, folder: str | Path | None = None) -> DumpedRecord:
         """Write the record. Raises CapacityError, EngineDeadError."""
+
+    async def start_profile(self, num_steps: int = 20) -> None:
+        """Trace the next steps. Raises RequestError, EngineDeadError."""
+
+    async def stop_profile(self, file: str | Path | None = None) -> ProfileResult:
+        """Write the trace. Raises RequestError, CapacityError, EngineDeadError."""
 
     async def close(self) -> None:
         """Stop the ranks. Streams still open raise EngineDeadError."""
