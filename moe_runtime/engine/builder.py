@@ -70,7 +70,7 @@ class RankBuilder:
         self.config, self.topology, self.report = config, topology, report
         self._spec_json = ""
         # What needs no time comes before the weights, so that its mistakes are told at once.
-        self.stages = (self.read_config, self.decide, self.connect, self.load, self.reserve, self.record)
+        self.stages = (self.read_config, self.decide, self.connect, self.load, self.reserve, self.assemble)
 
     def read_config(self) -> None:
         """The model's shape, read by rank 0 alone: what reads it takes long to import."""
@@ -162,7 +162,7 @@ class RankBuilder:
             self.attention_choice.name, self.config, self.spec, self.cache
         )
 
-    def record(self) -> None:
+    def assemble(self) -> None:
         """What runs the model, and decode steps as CUDA graphs."""
         config, topology = self.config, self.topology
         placements = [
