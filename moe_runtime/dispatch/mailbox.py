@@ -21,19 +21,20 @@ C library closes streaming copies with a fence, and torch joins its threads befo
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+import numpy as np
 
+from moe_runtime.dispatch.row_arrays import integers
 from moe_runtime.dispatch.waiting import IsAlive, wait_until
 from moe_runtime.errors import CapacityError, LockstepError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from moe_runtime.dispatch.heap_shm import SharedHeap
+    from moe_runtime.dispatch.row_arrays import RowArray
     from moe_runtime.dispatch.rows import Int32Array
 
 HEADER_BYTES = 64
@@ -72,10 +73,22 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True)
 class Slab:
-    """The payload of one slab, seen as rows."""
+    """The payload of one slab, seen as rows. Legend: C its capacity in rows, D elements of a row, K slots beside it."""
 
-    rows_CD: torch.Tensor
+    peer: int
+    """Who writes or reads at the other end."""
+    rows_CD: RowArray
     slots_CK: Int32Array
+
+
+@dataclass(frozen=True)
+class Format:
+    """The slabs of one kind of row, by the parity of the exchange; the next rank first, so that not all send to rank 0 at once."""
+
+    capacity: int
+    """Rows per message and round."""
+    outboxes: tuple[list[Slab], list[Slab]]
+    inboxes: tuple[list[Slab], list[Slab]]
 
 
 def _align(size: int) -> int:
@@ -117,81 +130,76 @@ class Mailboxes:
         self._timeout = step_timeout
         self._is_alive = is_alive
         self._exchange = 0
-        # One entry per (owner, source, parity, row format): a handful, asked for in every layer.
-        self._view = cache(self._make_view)
+        # A handful, asked for in every layer.
+        self._format = cache(self._make_format)
 
-    def peers(self) -> Iterator[int]:
-        """The other ranks, the next one first, so that not all send to rank 0 at once."""
-        return ((self.rank + i) % self.num_ranks for i in range(1, self.num_ranks))
+    def format(self, call: Call) -> Format:
+        """The slabs as `call` uses them. Raises CapacityError if not even one row fits."""
+        return self._format(call.row_elements, call.element_bytes, call.topk)
 
-    def capacity(self, call: Call) -> int:
-        """Rows per message and round. Raises CapacityError if not even one fits."""
-        row_bytes = call.row_elements * call.element_bytes
-        rows = slab_capacity(self._slab_bytes, row_bytes, call.topk)
-        if rows < 1:
-            needed = segment_bytes(self.num_ranks, 1, row_bytes, call.topk)
-            raise CapacityError(
-                f"the dispatch buffer is too small for one row of {row_bytes} bytes per peer:"
-                f" {needed} bytes per rank are needed ({needed / 2**20:.3f} MiB; setting dispatch_buffer_mib)"
-            )
-        return rows
-
-    def next_exchange(self) -> None:
-        """Begin the next exchange. All messages of the last one must have been received."""
+    def next_exchange(self) -> int:
+        """Begin the next exchange; returns its parity. All messages of the last one must have been received."""
         self._exchange = self._exchange % LAST_EXCHANGE + 1
-
-    def outbox(self, peer: int, call: Call, dtype: torch.dtype) -> Slab:
-        """Where to write the message to `peer`."""
-        return self._view(peer, self.rank, self._exchange % 2, call.row_elements, call.topk, dtype)
+        return self._exchange % 2
 
     def signal(self, peer: int, header: Header, call: Call) -> None:
         """Publish the message to `peer`; nothing may be written to it afterwards."""
         words = self._heap.words[peer]
         at = self._offset(peer, self.rank, self._exchange % 2) // 8
-        words[at + _TOTAL] = header.total_rows
-        words[at + _ROUNDS] = header.rounds
-        for i, value in enumerate(call, start=at + _CALL):
-            words[i] = value
+        values = array("q", (*header, *call))
+        words[at + _TOTAL : at + _TOTAL + len(values)] = values
         words[at + _FLAG] = self._exchange
 
-    def receive(self, peer: int, call: Call, dtype: torch.dtype) -> tuple[Slab, Header]:
-        """Wait for the message of `peer`. The slab may be read until next_exchange().
+    def receive(self, peer: int, call: Call) -> Header:
+        """Wait for the message of `peer`. Its slab may be read until next_exchange().
 
         Raises LockstepError if the peer is dead, late, or at another call.
         """
         words = self._heap.words[self.rank]
-        parity = self._exchange % 2
-        at = self._offset(self.rank, peer, parity) // 8
-        if words[at] != self._exchange:
+        expected = self._exchange
+        at = self._offset(self.rank, peer, expected % 2) // 8
+        if words[at] != expected:
             what = "dispatch message" if call.topk else "combine message"
-            expected = self._exchange
             wait_until(lambda: words[at] == expected, peer, what, self._timeout, self._is_alive)
-        theirs = Call(*words[at + _CALL : at + _CALL + len(call)])
-        if theirs != call:
-            raise LockstepError(f"rank {self.rank} is at {call}; rank {peer} is at {theirs}")
-        slab = self._view(self.rank, peer, parity, call.row_elements, call.topk, dtype)
-        return slab, Header(words[at + _TOTAL], words[at + _ROUNDS])
+        total, rounds, *theirs = words[at + _TOTAL : at + _CALL + len(call)].tolist()
+        if tuple(theirs) != call:
+            raise LockstepError(f"rank {self.rank} is at {call}; rank {peer} is at {Call(*theirs)}")
+        return Header(total, rounds)
 
     def close(self) -> None:
         """Forget all memory."""
-        self._view.cache_clear()
+        self._format.cache_clear()
         self._heap.close()
 
     def _offset(self, owner: int, source: int, parity: int) -> int:
         place = (source - owner - 1) % self.num_ranks
         return self._first_byte + (parity * (self.num_ranks - 1) + place) * self._slab_bytes
 
-    def _make_view(
-        self, owner: int, source: int, parity: int, row_elements: int, topk: int, dtype: torch.dtype
-    ) -> Slab:
-        row_bytes = row_elements * dtype.itemsize
-        rows = slab_capacity(self._slab_bytes, row_bytes, topk)
-        start = self._offset(owner, source, parity) + HEADER_BYTES
-        middle = start + _align(rows * topk * 4)
-        memory = self._heap.segments[owner]
-        # Tensors made inside inference mode cannot be written outside it, and the views outlive the caller's mode.
-        with torch.inference_mode(False):
-            return Slab(
-                rows_CD=memory[middle : middle + rows * row_bytes].view(dtype).view(rows, row_elements),
-                slots_CK=memory[start : start + rows * topk * 4].view(torch.int32).view(rows, topk).numpy(),
+    def _make_format(self, row_elements: int, element_bytes: int, topk: int) -> Format:
+        row_bytes = row_elements * element_bytes
+        capacity = slab_capacity(self._slab_bytes, row_bytes, topk)
+        if capacity < 1:
+            needed = segment_bytes(self.num_ranks, 1, row_bytes, topk)
+            raise CapacityError(
+                f"the dispatch buffer is too small for one row of {row_bytes} bytes per peer:"
+                f" {needed} bytes per rank are needed ({needed / 2**20:.3f} MiB; setting dispatch_buffer_mib)"
             )
+        here, peers = self.rank, [(self.rank + i) % self.num_ranks for i in range(1, self.num_ranks)]
+
+        def view(owner: int, source: int, parity: int) -> Slab:
+            start = self._offset(owner, source, parity) + HEADER_BYTES
+            middle = start + _align(capacity * topk * 4)
+            memory = self._heap.segments[owner].numpy()
+            return Slab(
+                peer=source if owner == here else owner,
+                rows_CD=memory[middle : middle + capacity * row_bytes]
+                .view(integers(element_bytes))
+                .reshape(capacity, row_elements),
+                slots_CK=memory[start : start + capacity * topk * 4].view(np.int32).reshape(capacity, topk),
+            )
+
+        return Format(
+            capacity,
+            outboxes=([view(p, here, 0) for p in peers], [view(p, here, 1) for p in peers]),
+            inboxes=([view(here, p, 0) for p in peers], [view(here, p, 1) for p in peers]),
+        )
