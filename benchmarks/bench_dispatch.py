@@ -309,7 +309,7 @@ def time_in_turns(
     while turn < 3 or _agreed(time.perf_counter() - begin < seconds, group):
         for names in (pair, *([name] for name in others)):
             dist.barrier(group=group)
-            for call in range(6):
+            for call in range(12):
                 for name in names:
                     start = time.perf_counter()
                     steps[name]()

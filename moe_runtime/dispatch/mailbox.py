@@ -21,26 +21,22 @@ C library closes streaming copies with a fence, and torch joins its threads befo
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
-from moe_runtime.dispatch.row_arrays import integers
 from moe_runtime.dispatch.waiting import IsAlive, wait_until
 from moe_runtime.errors import CapacityError, LockstepError
 
 if TYPE_CHECKING:
     from moe_runtime.dispatch.heap_shm import SharedHeap
-    from moe_runtime.dispatch.row_arrays import RowArray
-    from moe_runtime.dispatch.rows import Int32Array
 
 HEADER_BYTES = 64
 LAST_EXCHANGE = 1 << 62
 """After it comes number 1 again; even, so that odd and even numbers go on taking turns. 0 stays the unused flag."""
-_FLAG, _TOTAL, _ROUNDS, _CALL = 0, 1, 2, 3
+_HEADER_WORDS = HEADER_BYTES // 8
+_ROUND_BYTES = 5 << 18
+"""Of a slab, no more is used in a round: what was just stored should be in a processor's cache when it is read."""
 
 
 class Call(NamedTuple):
@@ -62,23 +58,17 @@ class Call(NamedTuple):
         )
 
 
-class Header(NamedTuple):
-    """What the receiver learns beside the payload."""
-
-    total_rows: int
-    """Rows of this message over all rounds."""
-    rounds: int
-    """Rounds that the sender needs for its longest message."""
-
-
 @dataclass(frozen=True)
 class Slab:
-    """The payload of one slab, seen as rows. Legend: C its capacity in rows, D elements of a row, K slots beside it."""
+    """The parts of one slab."""
 
     peer: int
     """Who writes or reads at the other end."""
-    rows_CD: RowArray
-    slots_CK: Int32Array
+    header: memoryview
+    """The flag; the message's rows over all rounds; the rounds that its sender needs; the call. int64."""
+    slots: memoryview
+    """Bytes, as are the rows."""
+    rows: memoryview
 
 
 @dataclass(frozen=True)
@@ -142,29 +132,26 @@ class Mailboxes:
         self._exchange = self._exchange % LAST_EXCHANGE + 1
         return self._exchange % 2
 
-    def signal(self, peer: int, header: Header, call: Call) -> None:
-        """Publish the message to `peer`; nothing may be written to it afterwards."""
-        words = self._heap.words[peer]
-        at = self._offset(peer, self.rank, self._exchange % 2) // 8
-        values = array("q", (*header, *call))
-        words[at + _TOTAL : at + _TOTAL + len(values)] = values
-        words[at + _FLAG] = self._exchange
+    def signal(self, outbox: Slab, total_rows: int, rounds: int, call: Call) -> None:
+        """Publish the message; nothing may be written to it afterwards."""
+        header = outbox.header
+        header[1], header[2] = total_rows, rounds
+        header[3], header[4], header[5], header[6], header[7] = call
+        header[0] = self._exchange
 
-    def receive(self, peer: int, call: Call) -> Header:
-        """Wait for the message of `peer`. Its slab may be read until next_exchange().
+    def receive(self, inbox: Slab, call: Call) -> tuple[int, int]:
+        """Wait for the message of a peer: its rows over all rounds, and the rounds that the peer needs.
 
-        Raises LockstepError if the peer is dead, late, or at another call.
+        The slab may be read until next_exchange(). Raises LockstepError if the peer is dead, late, or at another call.
         """
-        words = self._heap.words[self.rank]
-        expected = self._exchange
-        at = self._offset(self.rank, peer, expected % 2) // 8
-        if words[at] != expected:
+        header, expected = inbox.header, self._exchange
+        if header[0] != expected:
             what = "dispatch message" if call.topk else "combine message"
-            wait_until(lambda: words[at] == expected, peer, what, self._timeout, self._is_alive)
-        total, rounds, *theirs = words[at + _TOTAL : at + _CALL + len(call)].tolist()
+            wait_until(lambda: header[0] == expected, inbox.peer, what, self._timeout, self._is_alive)
+        _, total_rows, rounds, *theirs = header.tolist()
         if tuple(theirs) != call:
-            raise LockstepError(f"rank {self.rank} is at {call}; rank {peer} is at {Call(*theirs)}")
-        return Header(total, rounds)
+            raise LockstepError(f"rank {self.rank} is at {call}; rank {inbox.peer} is at {Call(*theirs)}")
+        return total_rows, rounds
 
     def close(self) -> None:
         """Forget all memory."""
@@ -177,7 +164,8 @@ class Mailboxes:
 
     def _make_format(self, row_elements: int, element_bytes: int, topk: int) -> Format:
         row_bytes = row_elements * element_bytes
-        capacity = slab_capacity(self._slab_bytes, row_bytes, topk)
+        at_most = max(1, slab_capacity(_ROUND_BYTES, row_bytes, topk))
+        capacity = min(at_most, slab_capacity(self._slab_bytes, row_bytes, topk))
         if capacity < 1:
             needed = segment_bytes(self.num_ranks, 1, row_bytes, topk)
             raise CapacityError(
@@ -187,15 +175,15 @@ class Mailboxes:
         here, peers = self.rank, [(self.rank + i) % self.num_ranks for i in range(1, self.num_ranks)]
 
         def view(owner: int, source: int, parity: int) -> Slab:
-            start = self._offset(owner, source, parity) + HEADER_BYTES
-            middle = start + _align(capacity * topk * 4)
-            memory = self._heap.segments[owner].numpy()
+            begin = self._offset(owner, source, parity)
+            slots = begin + HEADER_BYTES
+            rows = slots + _align(capacity * topk * 4)
+            memory = self._heap.segments[owner].numpy().data
             return Slab(
                 peer=source if owner == here else owner,
-                rows_CD=memory[middle : middle + capacity * row_bytes]
-                .view(integers(element_bytes))
-                .reshape(capacity, row_elements),
-                slots_CK=memory[start : start + capacity * topk * 4].view(np.int32).reshape(capacity, topk),
+                header=self._heap.words[owner][begin // 8 : begin // 8 + _HEADER_WORDS],
+                slots=memory[slots : slots + capacity * topk * 4],
+                rows=memory[rows : rows + capacity * row_bytes],
             )
 
         return Format(

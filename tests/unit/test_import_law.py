@@ -74,7 +74,7 @@ HELPERS: dict[str, tuple[str, ...]] = {
         "grouping",
         "triton_grouping",
         "rows",
-        "row_arrays",
+        "row_bytes",
         "combining",
         "waiting",
         "mailbox",
