@@ -166,7 +166,7 @@ class OneSidedDispatcher:
             rows, order, rows_N = y_SD, incoming.return_S, incoming.pairs_N
             expected_N = outgoing.pairs_N
         else:
-            rows, order, rows_N = partial_sums(y_SD, handle.own), None, handle.rows_N
+            rows, order, rows_N = partial_sums(y_SD, handle.own), handle.own.place_R, handle.rows_N
             expected_N = outgoing.rows_N
         call = Call(COMBINE, plan.max_num_tokens, y_SD.shape[1], y_SD.element_size(), 0)
         no_words = np.empty((sum(rows_N), 0), dtype=np.int32)
@@ -190,7 +190,7 @@ class OneSidedDispatcher:
     def _post(
         self,
         x: torch.Tensor,
-        index_M: Int64Array | None,
+        index_M: Int64Array,
         slot_MK: Int32Array,
         rows_N: list[int],
         call: Call,

@@ -36,20 +36,19 @@ class Transfer:
         mail: Mailboxes,
         traffic: Traffic,
         x: torch.Tensor,
-        index_M: Int64Array | None,
+        index_M: Int64Array,
         slot_MK: Int32Array,
         rows_N: list[int],
         call: Call,
     ) -> None:
-        """Sends the rows x[index], or x itself, grouped by destination as rows_N says, each with its slots."""
+        """Sends the rows x[index], grouped by destination as rows_N says, each with its slots."""
         self._mail, self._traffic, self._call, self._x = mail, traffic, call, x
         self._rows_N, self._starts = rows_N, starts(rows_N)
         self._row_bytes, self._slot_bytes = call.row_elements * call.element_bytes, 4 * call.topk
-        self._rows = byte_rows(x)
-        self._index_M = index_M
-        if index_M is not None and index_M.size * self._row_bytes <= FEW_BYTES:
-            self._rows, self._index_M = self._rows.take(index_M, axis=0), None
-        self._flat_rows = _flat_bytes(self._rows)
+        self._rows, self._index_M = byte_rows(x), index_M
+        self._gathered: memoryview | None = None
+        if index_M.size * self._row_bytes <= FEW_BYTES:
+            self._gathered = _flat_bytes(self._rows.take(index_M, axis=0))
         self._slots = _flat_bytes(slot_MK)
         self._format = mail.format(call)
         longest = max([0, *rows_N[: mail.rank], *rows_N[mail.rank + 1 :]])
@@ -88,12 +87,10 @@ class Transfer:
         """Copy `count` of the rows to send, from number `at`, and their slots; the first becomes number `to`."""
         size, width = self._row_bytes, self._slot_bytes
         out = rows[to * size : (to + count) * size]
-        if self._index_M is not None:
+        if self._gathered is None:
             gather_many(self._rows, self._index_M[at : at + count], out)
-        elif count * size <= FEW_BYTES:
-            out[:] = self._flat_rows[at * size : (at + count) * size]
         else:
-            copy_many(self._flat_rows[at * size : (at + count) * size], out)
+            out[:] = self._gathered[at * size : (at + count) * size]
         if width:
             slots[to * width : (to + count) * width] = self._slots[at * width : (at + count) * width]
 
