@@ -223,10 +223,11 @@ class Bench:
         weights = plan.topk_weights_TK.numpy() if self.case.combine == "per_rank" else None
         words = words_beside(outgoing, weights)
         rows = pack_rows(self.x) if self.case.payload == "fp8" else self.x
-        index = torch.from_numpy(outgoing.token_M)
         call = Call(1, plan.max_num_tokens, rows.shape[1], rows.element_size(), words.shape[1])
         one_sided = self.inner
-        return lambda: one_sided._finish(one_sided._post(rows, index, words, outgoing.rows_N, call))
+        return lambda: one_sided._finish(
+            one_sided._post(rows, outgoing.token_M, words, outgoing.rows_N, call)
+        )
 
     def _gloo(self, sizes: list[int], back: bool = False) -> Callable[[], object]:
         """all_to_all_single of sizes[n] bytes to rank n; `back`: of as many bytes as each of those had come from there."""
@@ -249,7 +250,7 @@ def time_in_turns(
     while turn < 3 or _agreed(time.perf_counter() - begin < seconds, group):
         for names in (pair, *([name] for name in others)):
             dist.barrier(group=group)
-            for call in range(6):
+            for call in range(12):
                 for name in names:
                     start = time.perf_counter()
                     steps[name]()

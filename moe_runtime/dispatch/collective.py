@@ -128,7 +128,8 @@ class CollectiveDispatcher:
             rows = y_SD.index_select(0, torch.from_numpy(incoming.return_S).to(y_SD.device))
             sent_N, received_N = incoming.pairs_N, outgoing.pairs_N
         else:
-            rows = partial_sums(y_SD, handle.own)
+            place_R = torch.from_numpy(handle.own.place_R).to(y_SD.device)
+            rows = partial_sums(y_SD, handle.own).index_select(0, place_R)
             sent_N, received_N = handle.rows_N, outgoing.rows_N
         received, work = all_to_all(self._group, as_bytes(rows), sent_N, received_N)
         returned = sum(sent_N) - sent_N[plan.rank]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from moe_runtime.dispatch.rows import sum_in_k_order
+from moe_runtime.dispatch.rows import slice_elements, sum_in_k_order
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,11 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OwnPairs:
-    """Per received row, the experts it has on this rank, in k order."""
+    """The experts that received rows have on this rank, as columns: of every row its first in k order, of all with two the
+    second, and so on. Rows with more of them come first, so that each column is a run of rows from the first."""
 
-    position_RJ: Int64Array
-    """Expert row of each, -1 where there are fewer than J."""
-    weights_RJ: Float32Array
+    size_J: list[int]
+    """Rows in each column, falling; sums to S."""
+    position_S: Int64Array
+    """Expert rows, column by column."""
+    weights_S: Float32Array
+    place_R: Int64Array
+    """Where each received row stands in the columns."""
 
 
 def words_beside(outgoing: Outgoing, weights_TK: Float32Array | None) -> Int32Array:
@@ -44,20 +49,44 @@ def own_pairs(words_RW: Int32Array, topk: int, return_S: Int64Array) -> OwnPairs
     here_RK, weights_RK = words_RW[:, :topk] >= 0, words_RW[:, topk:].view(np.float32)
     position_RK = np.full(here_RK.shape, -1, dtype=np.int64)
     position_RK[here_RK] = return_S
-    # Most rows have few of their experts here: those first, still in k order, and columns that nobody needs cut.
-    longest = max(1, int(here_RK.sum(axis=1).max(initial=0)))
-    order_RJ = (~here_RK).argsort(axis=1, kind="stable")[:, :longest]
+    number_RK = here_RK.cumsum(axis=1)
+    row_R = (-number_RK[:, -1]).argsort(kind="stable")
+    place_R = np.empty_like(row_R)
+    place_R[row_R] = np.arange(row_R.size)
+    # By (column, place): those that are not here go last, and are cut off.
+    key_RK = np.where(here_RK, (number_RK - 1) * row_R.size + place_R[:, None], topk * row_R.size)
+    pair_S = key_RK.reshape(-1).argsort(kind="stable")[: return_S.size]
+    column_S = number_RK.reshape(-1)[pair_S] - 1
     return OwnPairs(
-        position_RJ=np.take_along_axis(position_RK, order_RJ, axis=1),
-        weights_RJ=np.take_along_axis(weights_RK, order_RJ, axis=1),
+        size_J=np.bincount(column_S).tolist(),
+        position_S=position_RK.reshape(-1)[pair_S],
+        weights_S=weights_RK.reshape(-1)[pair_S],
+        place_R=place_R,
     )
 
 
 def partial_sums(y_SD: torch.Tensor, own: OwnPairs) -> torch.Tensor:
-    """(R, D): per received row the weighted sum of its experts here, in k order, in the dtype of y_SD."""
-    position_RJ = torch.from_numpy(own.position_RJ).to(y_SD.device)
-    weights_RJ = torch.from_numpy(own.weights_RJ).to(y_SD.device)
-    return sum_in_k_order(y_SD, position_RJ, weights_RJ, all_present=bool((own.position_RJ >= 0).all()))
+    """(R, D): per received row the weighted sum of its experts here, added in float32 in k order; in the dtype of y_SD and
+    the order of the columns."""
+    position_S = torch.from_numpy(own.position_S).to(y_SD.device)
+    weights_S1 = torch.from_numpy(own.weights_S).to(y_SD.device).unsqueeze(1)
+    columns = list(zip(torch.split(position_S, own.size_J), torch.split(weights_S1, own.size_J), strict=True))
+    out_RD = y_SD.new_empty(own.place_R.size, y_SD.shape[1])
+    step = max(1, slice_elements(y_SD.device) // max(1, y_SD.shape[1]))
+    for begin in range(0, out_RD.shape[0], step):
+        part = slice(begin, begin + step)
+        total = _products(y_SD, *columns[0], part)
+        for position, weights in columns[1:]:
+            if position.shape[0] <= begin:
+                break
+            terms = _products(y_SD, position, weights, part)
+            total[: terms.shape[0]] += terms
+        out_RD[part] = total
+    return out_RD
+
+
+def _products(y_SD: torch.Tensor, position: torch.Tensor, weights: torch.Tensor, part: slice) -> torch.Tensor:
+    return y_SD.index_select(0, position[part]).to(torch.float32).mul_(weights[part])
 
 
 def sum_in_rank_order(

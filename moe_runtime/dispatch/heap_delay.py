@@ -25,18 +25,18 @@ def delay_words(heap: SharedHeap, delay_s: float) -> None:
     threading.Thread(target=_carry_out, args=(stores,), daemon=True, name="delayed stores").start()
     for peer, words in enumerate(heap.words):
         if peer != heap.rank:
-            # All that is done with a peer's words, as if they were themselves.
+            # All that is done with a peer's words, slicing and storing, as if they were themselves.
             heap.words[peer] = cast("memoryview", _DelayedWords(words, stores, delay_s))
 
 
 class _DelayedWords:
-    """Words that can be read at once and written with a delay."""
+    """Words written with a delay."""
 
     def __init__(self, words: memoryview, stores: queue.SimpleQueue[_Store], delay_s: float) -> None:
         self._words, self._stores, self._delay_s = words, stores, delay_s
 
-    def __getitem__(self, index: int) -> int:
-        return self._words[index]
+    def __getitem__(self, part: slice) -> _DelayedWords:
+        return _DelayedWords(self._words[part], self._stores, self._delay_s)
 
     def __setitem__(self, index: int, value: int) -> None:
         self._stores.put((time.monotonic() + self._delay_s, self._words, index, value))

@@ -25,21 +25,18 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from moe_runtime.dispatch.waiting import IsAlive, all_peers, wait_until
 from moe_runtime.errors import CapacityError, LockstepError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from moe_runtime.dispatch.heap_shm import SharedHeap
-    from moe_runtime.dispatch.rows import Int32Array
 
 HEADER_BYTES = 64
 LAST_EXCHANGE = 1 << 62
 """After it comes number 1 again; even, so that odd and even numbers go on taking turns. 0 stays the unused flag."""
-_FLAG, _TOTAL, _ROUNDS, _CALL = 0, 1, 2, 3
+_HEADER_WORDS = HEADER_BYTES // 8
+_ROUND_BYTES = 5 << 18
+"""Of a slab, no more is used in a round: what was just stored should be in a processor's cache when it is read."""
 
 
 class Call(NamedTuple):
@@ -61,21 +58,27 @@ class Call(NamedTuple):
         )
 
 
-class Header(NamedTuple):
-    """What the receiver learns beside the payload."""
+@dataclass(frozen=True)
+class Slab:
+    """The parts of one slab."""
 
-    total_rows: int
-    """Rows of this message over all rounds."""
-    rounds: int
-    """Rounds that the sender needs for its longest message."""
+    peer: int
+    """Who writes or reads at the other end."""
+    header: memoryview
+    """The flag; the message's rows over all rounds; the rounds that its sender needs; the call. int64."""
+    slots: memoryview
+    """Bytes, as are the rows."""
+    rows: memoryview
 
 
 @dataclass(frozen=True)
-class Slab:
-    """The payload of one slab, seen as rows."""
+class Format:
+    """The slabs of one kind of row, by the parity of the exchange; the next rank first, so that not all send to rank 0 at once."""
 
-    rows_CD: torch.Tensor
-    slots_CK: Int32Array
+    capacity: int
+    """Rows per message and round."""
+    outboxes: tuple[list[Slab], list[Slab]]
+    inboxes: tuple[list[Slab], list[Slab]]
 
 
 def _align(size: int) -> int:
@@ -117,82 +120,76 @@ class Mailboxes:
         self._timeout = step_timeout
         self._is_alive = is_alive
         self._exchange = 0
-        # One entry per (owner, source, parity, row format): a handful, asked for in every layer.
-        self._view = cache(self._make_view)
+        # A handful, asked for in every layer.
+        self._format = cache(self._make_format)
 
-    def peers(self) -> Iterator[int]:
-        """The other ranks, the next one first, so that not all send to rank 0 at once."""
-        return ((self.rank + i) % self.num_ranks for i in range(1, self.num_ranks))
+    def format(self, call: Call) -> Format:
+        """The slabs as `call` uses them. Raises CapacityError if not even one row fits."""
+        return self._format(call.row_elements, call.element_bytes, call.topk)
 
-    def capacity(self, call: Call) -> int:
-        """Rows per message and round. Raises CapacityError if not even one fits."""
-        row_bytes = call.row_elements * call.element_bytes
-        rows = slab_capacity(self._slab_bytes, row_bytes, call.topk)
-        if rows < 1:
-            needed = segment_bytes(self.num_ranks, 1, row_bytes, call.topk)
-            raise CapacityError(
-                f"the dispatch buffer is too small for one row of {row_bytes} bytes per peer:"
-                f" {needed} bytes per rank are needed ({needed / 2**20:.3f} MiB; setting dispatch_buffer_mib)"
-            )
-        return rows
-
-    def next_exchange(self) -> None:
-        """Begin the next exchange. All messages of the last one must have been received."""
+    def next_exchange(self) -> int:
+        """Begin the next exchange; returns its parity. All messages of the last one must have been received."""
         self._exchange = self._exchange % LAST_EXCHANGE + 1
+        return self._exchange % 2
 
-    def outbox(self, peer: int, call: Call, dtype: torch.dtype) -> Slab:
-        """Where to write the message to `peer`."""
-        return self._view(peer, self.rank, self._exchange % 2, call.row_elements, call.topk, dtype)
+    def signal(self, outbox: Slab, total_rows: int, rounds: int, call: Call) -> None:
+        """Publish the message; nothing may be written to it afterwards."""
+        header = outbox.header
+        header[1], header[2] = total_rows, rounds
+        header[3], header[4], header[5], header[6], header[7] = call
+        header[0] = self._exchange
 
-    def signal(self, peer: int, header: Header, call: Call) -> None:
-        """Publish the message to `peer`; nothing may be written to it afterwards."""
-        words = self._heap.words[peer]
-        at = self._offset(peer, self.rank, self._exchange % 2) // 8
-        words[at + _TOTAL] = header.total_rows
-        words[at + _ROUNDS] = header.rounds
-        for i, value in enumerate(call, start=at + _CALL):
-            words[i] = value
-        words[at + _FLAG] = self._exchange
+    def receive(self, inbox: Slab, call: Call) -> tuple[int, int]:
+        """Wait for the message of a peer: its rows over all rounds, and the rounds that the peer needs.
 
-    def receive(self, peer: int, call: Call, dtype: torch.dtype) -> tuple[Slab, Header]:
-        """Wait for the message of `peer`. The slab may be read until next_exchange().
-
-        Raises LockstepError if any peer is dead, or this one late or at another call.
+        The slab may be read until next_exchange(). Raises LockstepError if any peer is dead, or this one
+        late or at another call.
         """
-        words = self._heap.words[self.rank]
-        parity = self._exchange % 2
-        at = self._offset(self.rank, peer, parity) // 8
-        if words[at] != self._exchange:
+        header, expected = inbox.header, self._exchange
+        if header[0] != expected:
             what = "dispatch message" if call.topk else "combine message"
-            expected = self._exchange
-            peers = all_peers(self.rank, self.num_ranks, peer)
-            wait_until(lambda: words[at] == expected, peers, what, self._timeout, self._is_alive)
-        theirs = Call(*words[at + _CALL : at + _CALL + len(call)])
-        if theirs != call:
-            raise LockstepError(f"rank {self.rank} is at {call}; rank {peer} is at {theirs}")
-        slab = self._view(self.rank, peer, parity, call.row_elements, call.topk, dtype)
-        return slab, Header(words[at + _TOTAL], words[at + _ROUNDS])
+            peers = all_peers(self.rank, self.num_ranks, inbox.peer)
+            wait_until(lambda: header[0] == expected, peers, what, self._timeout, self._is_alive)
+        _, total_rows, rounds, *theirs = header.tolist()
+        if tuple(theirs) != call:
+            raise LockstepError(f"rank {self.rank} is at {call}; rank {inbox.peer} is at {Call(*theirs)}")
+        return total_rows, rounds
 
     def close(self) -> None:
         """Forget all memory."""
-        self._view.cache_clear()
+        self._format.cache_clear()
         self._heap.close()
 
     def _offset(self, owner: int, source: int, parity: int) -> int:
         place = (source - owner - 1) % self.num_ranks
         return self._first_byte + (parity * (self.num_ranks - 1) + place) * self._slab_bytes
 
-    def _make_view(
-        self, owner: int, source: int, parity: int, row_elements: int, topk: int, dtype: torch.dtype
-    ) -> Slab:
-        row_bytes = row_elements * dtype.itemsize
-        rows = slab_capacity(self._slab_bytes, row_bytes, topk)
-        start = self._offset(owner, source, parity) + HEADER_BYTES
-        middle = start + _align(rows * topk * 4)
-        memory = self._heap.segments[owner]
-        # Tensors made inside inference mode cannot be written outside it, and the views outlive the caller's mode.
-        with torch.inference_mode(False):
-            return Slab(
-                rows_CD=memory[middle : middle + rows * row_bytes].view(dtype).view(rows, row_elements),
-                slots_CK=memory[start : start + rows * topk * 4].view(torch.int32).view(rows, topk).numpy(),
+    def _make_format(self, row_elements: int, element_bytes: int, topk: int) -> Format:
+        row_bytes = row_elements * element_bytes
+        at_most = max(1, slab_capacity(_ROUND_BYTES, row_bytes, topk))
+        capacity = min(at_most, slab_capacity(self._slab_bytes, row_bytes, topk))
+        if capacity < 1:
+            needed = segment_bytes(self.num_ranks, 1, row_bytes, topk)
+            raise CapacityError(
+                f"the dispatch buffer is too small for one row of {row_bytes} bytes per peer:"
+                f" {needed} bytes per rank are needed ({needed / 2**20:.3f} MiB; setting dispatch_buffer_mib)"
             )
+        here, peers = self.rank, [(self.rank + i) % self.num_ranks for i in range(1, self.num_ranks)]
+
+        def view(owner: int, source: int, parity: int) -> Slab:
+            begin = self._offset(owner, source, parity)
+            slots = begin + HEADER_BYTES
+            rows = slots + _align(capacity * topk * 4)
+            memory = self._heap.segments[owner].numpy().data
+            return Slab(
+                peer=source if owner == here else owner,
+                header=self._heap.words[owner][begin // 8 : begin // 8 + _HEADER_WORDS],
+                slots=memory[slots : slots + capacity * topk * 4],
+                rows=memory[rows : rows + capacity * row_bytes],
+            )
+
+        return Format(
+            capacity,
+            outboxes=([view(p, here, 0) for p in peers], [view(p, here, 1) for p in peers]),
+            inboxes=([view(here, p, 0) for p in peers], [view(here, p, 1) for p in peers]),
+        )

@@ -6,9 +6,6 @@ each with mailboxes of its own, which calls use in turn; one more call first fin
 the order in which they were made, so that ranks never wait for one another's later ones. `mailbox` has the protocol
 and its picture.
 
-A message longer than its slab goes in rounds. Each header says how many rounds its sender needs, so after the
-first one all ranks know the largest number, and do that many.
-
 Legend: T tokens here, K experts per token, D hidden, N ranks, R token rows, S expert rows.
 """
 
@@ -26,23 +23,14 @@ from moe_runtime.dispatch import heap_shm
 from moe_runtime.dispatch.base import Deferred, sums_per_rank
 from moe_runtime.dispatch.combining import OwnPairs, own_pairs, partial_sums, sum_returned, words_beside
 from moe_runtime.dispatch.heap_delay import delay_words
-from moe_runtime.dispatch.mailbox import (
-    HEADER_BYTES,
-    Call,
-    Header,
-    Mailboxes,
-    segment_bytes,
-    slab_bytes,
-    slab_capacity,
-)
-from moe_runtime.dispatch.rows import Incoming, Outgoing, Traffic, plan_incoming, plan_outgoing, starts
+from moe_runtime.dispatch.mailbox import Call, Mailboxes, segment_bytes, slab_bytes, slab_capacity
+from moe_runtime.dispatch.rows import Incoming, Outgoing, Traffic, plan_incoming, plan_outgoing
+from moe_runtime.dispatch.transfer import COMBINE, DISPATCH, Transfer
 from moe_runtime.errors import CapacityError
 
 if TYPE_CHECKING:
-    from moe_runtime.dispatch.rows import Int32Array
+    from moe_runtime.dispatch.rows import Int32Array, Int64Array
     from moe_runtime.dispatch.waiting import IsAlive
-
-_DISPATCH, _COMBINE = 1, 2
 
 
 def unsupported(
@@ -139,7 +127,7 @@ class OneSidedDispatcher:
             for i in range(in_flight)
         ]
         self._next_mail = 0
-        self._under_way: deque[_Transfer] = deque()
+        self._under_way: deque[Transfer] = deque()
 
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Deferred[ExpertBatch]:
         """Stores the rows at their destinations; wait() receives. x_TD must not change until then.
@@ -148,8 +136,8 @@ class OneSidedDispatcher:
         """
         outgoing = plan_outgoing(plan.global_slot_TK.numpy(), plan.num_ranks, plan.slots_per_rank)
         words_MW = words_beside(outgoing, plan.topk_weights_TK.numpy() if self._per_rank else None)
-        call = Call(_DISPATCH, plan.max_num_tokens, x_TD.shape[1], x_TD.element_size(), words_MW.shape[1])
-        transfer = self._post(x_TD, torch.from_numpy(outgoing.token_M), words_MW, outgoing.rows_N, call)
+        call = Call(DISPATCH, plan.max_num_tokens, x_TD.shape[1], x_TD.element_size(), words_MW.shape[1])
+        transfer = self._post(x_TD, outgoing.token_M, words_MW, outgoing.rows_N, call)
         self.traffic.dispatches += 1
         self.traffic.rows_sent += sum(outgoing.rows_N) - outgoing.rows_N[plan.rank]
 
@@ -175,13 +163,13 @@ class OneSidedDispatcher:
         handle: _Handle = batch.handle
         outgoing, incoming = handle.outgoing, handle.incoming
         if handle.own is None:
-            rows, order, rows_N = y_SD, torch.from_numpy(incoming.return_S), incoming.pairs_N
+            rows, order, rows_N = y_SD, incoming.return_S, incoming.pairs_N
             expected_N = outgoing.pairs_N
         else:
-            rows, rows_N = partial_sums(y_SD, handle.own), handle.rows_N
-            order, expected_N = torch.arange(rows.shape[0]), outgoing.rows_N
-        call = Call(_COMBINE, plan.max_num_tokens, y_SD.shape[1], y_SD.element_size(), 0)
-        no_words = np.empty((order.shape[0], 0), dtype=np.int32)
+            rows, order, rows_N = partial_sums(y_SD, handle.own), handle.own.place_R, handle.rows_N
+            expected_N = outgoing.rows_N
+        call = Call(COMBINE, plan.max_num_tokens, y_SD.shape[1], y_SD.element_size(), 0)
+        no_words = np.empty((sum(rows_N), 0), dtype=np.int32)
         transfer = self._post(rows, order, no_words, rows_N, call)
         self.traffic.combines += 1
         self.traffic.rows_returned += sum(rows_N) - rows_N[plan.rank]
@@ -203,98 +191,23 @@ class OneSidedDispatcher:
             mail.close()
 
     def _post(
-        self, x: torch.Tensor, index_M: torch.Tensor, slot_MK: Int32Array, rows_N: list[int], call: Call
-    ) -> _Transfer:
+        self,
+        x: torch.Tensor,
+        index_M: Int64Array,
+        slot_MK: Int32Array,
+        rows_N: list[int],
+        call: Call,
+    ) -> Transfer:
         if len(self._under_way) == len(self._mail):
             self._under_way.popleft().finish()
         mail = self._mail[self._next_mail]
         self._next_mail = (self._next_mail + 1) % len(self._mail)
-        transfer = _Transfer(mail, self.traffic, x, index_M, slot_MK, rows_N, call)
+        transfer = Transfer(mail, self.traffic, x, index_M, slot_MK, rows_N, call)
         self._under_way.append(transfer)
         return transfer
 
-    def _finish(self, transfer: _Transfer) -> tuple[torch.Tensor, Int32Array, list[int]]:
+    def _finish(self, transfer: Transfer) -> tuple[torch.Tensor, Int32Array, list[int]]:
         # It holds the rows it sent; they should not live until the next layer.
         while transfer in self._under_way:
             self._under_way.popleft().finish()
         return transfer.finish()
-
-
-class _Transfer:
-    """One message from every rank to every rank, in one round or several. Posts its first round at once."""
-
-    def __init__(
-        self,
-        mail: Mailboxes,
-        traffic: Traffic,
-        x: torch.Tensor,
-        index_M: torch.Tensor,
-        slot_MK: Int32Array,
-        rows_N: list[int],
-        call: Call,
-    ) -> None:
-        """Sends rows x[index], grouped by destination as rows_N says, each with its slots."""
-        self._mail, self._traffic, self._call = mail, traffic, call
-        self._x, self._index_M, self._slot_MK = x, index_M, slot_MK
-        self._rows_N, self._starts = rows_N, starts(rows_N)
-        self._capacity = mail.capacity(call)
-        longest = max((rows_N[peer] for peer in mail.peers()), default=0)
-        self._rounds = max(1, -(-longest // self._capacity))
-        self._result: tuple[torch.Tensor, Int32Array, list[int]] | None = None
-        self._post(0)
-
-    def finish(self) -> tuple[torch.Tensor, Int32Array, list[int]]:
-        """Receive: rows by (source rank, order sent), their slots, rows per source. In private memory."""
-        if self._result is None:
-            self._result = self._receive_all()
-        return self._result
-
-    def _post(self, number: int) -> None:
-        """Store and publish round `number` for every peer."""
-        self._mail.next_exchange()
-        self._traffic.rounds += 1
-        for peer in self._mail.peers():
-            total = self._rows_N[peer]
-            begin = min(total, number * self._capacity)
-            count = min(total - begin, self._capacity)
-            if count:
-                slab = self._mail.outbox(peer, self._call, self._x.dtype)
-                at = self._starts[peer] + begin
-                rows, words = slab.rows_CD[:count], slab.slots_CK[:count]
-                torch.index_select(self._x, 0, self._index_M[at : at + count], out=rows)
-                words[:] = self._slot_MK[at : at + count]
-                self._count(rows.nbytes + words.nbytes)
-            self._mail.signal(peer, Header(total, self._rounds), self._call)
-            self._traffic.control_bytes += HEADER_BYTES
-
-    def _count(self, num_bytes: int) -> None:
-        if self._call.kind == _DISPATCH:
-            self._traffic.bytes_sent += num_bytes
-        else:
-            self._traffic.bytes_returned += num_bytes
-
-    def _receive_all(self) -> tuple[torch.Tensor, Int32Array, list[int]]:
-        mail, call, x = self._mail, self._call, self._x
-        arrived = {peer: mail.receive(peer, call, x.dtype) for peer in mail.peers()}
-        rounds = max([self._rounds, *(header.rounds for _, header in arrived.values())])
-        rows_N = list(self._rows_N)
-        # What this rank keeps is as many rows as it sends to itself; the peers' headers tell the rest.
-        for peer, (_, header) in arrived.items():
-            rows_N[peer] = header.total_rows
-        place = starts(rows_N)
-        rows = x.new_empty(place[-1], x.shape[1])
-        slots = np.empty((place[-1], call.topk), dtype=np.int32)
-        own, mine = slice(place[mail.rank], place[mail.rank + 1]), slice(*self._starts[mail.rank :][:2])
-        torch.index_select(x, 0, self._index_M[mine], out=rows[own])
-        slots[own] = self._slot_MK[mine]
-        for number in range(rounds):
-            if number:
-                self._post(number)
-                arrived = {peer: mail.receive(peer, call, x.dtype) for peer in mail.peers()}
-            for peer, (slab, header) in arrived.items():
-                begin = min(header.total_rows, number * self._capacity)
-                count = min(header.total_rows - begin, self._capacity)
-                at = place[peer] + begin
-                rows[at : at + count] = slab.rows_CD[:count]
-                slots[at : at + count] = slab.slots_CK[:count]
-        return rows, slots, rows_N

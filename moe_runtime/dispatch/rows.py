@@ -153,8 +153,17 @@ def starts(sizes: Sequence[int]) -> list[int]:
     return result
 
 
+def slice_elements(device: torch.device) -> int:
+    """How many elements of a weighted sum to compute at a time."""
+    return _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+
+
 def sum_in_k_order(
-    returned_SD: torch.Tensor, position_TK: torch.Tensor, weights_TK: torch.Tensor, *, all_present: bool
+    returned_SD: torch.Tensor,
+    position_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    *,
+    all_present: bool,
 ) -> torch.Tensor:
     """out[t] = sum over k of weights[t, k] * returned[position[t, k]]; a position of -1 adds nothing.
 
@@ -165,30 +174,43 @@ def sum_in_k_order(
     D = returned_SD.shape[1]
     if T == 0 or returned_SD.shape[0] == 0:
         return returned_SD.new_zeros(T, D)
-    budget = _CPU_CHUNK if returned_SD.device.type == "cpu" else _DEVICE_CHUNK
-    step = max(1, budget // max(1, K * D))
-    weights_TK1 = weights_TK.to(torch.float32).unsqueeze(2)
-    parts = [
-        _sum_slice(
-            returned_SD, position_TK[begin : begin + step], weights_TK1[begin : begin + step], all_present
+    step = min(T, max(1, slice_elements(returned_SD.device) // max(1, K * D)))
+    # Columns first: whole matrices are multiplied and added, and each slice has its place in the cache.
+    position_KT = position_TK.t().contiguous()
+    weights_KT1 = weights_TK.to(torch.float32).t().unsqueeze(2)
+    out = returned_SD.new_empty(T, D)
+    # One piece of memory for all slices.
+    rows = returned_SD.new_empty(K * step, D)
+    terms = rows if rows.dtype == torch.float32 else torch.empty_like(rows, dtype=torch.float32)
+    for begin in range(0, T, step):
+        part = slice(begin, min(T, begin + step))
+        position = position_KT[:, part]
+        size = position.numel()
+        out[part] = _sum_slice(
+            returned_SD, position, weights_KT1[:, part], rows[:size], terms[:size], all_present
         )
-        for begin in range(0, T, step)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out
 
 
 def _sum_slice(
-    returned_SD: torch.Tensor, position_TK: torch.Tensor, weights_TK1: torch.Tensor, all_present: bool
+    returned_SD: torch.Tensor,
+    position_KT: torch.Tensor,
+    weights_KT1: torch.Tensor,
+    rows: torch.Tensor,
+    terms: torch.Tensor,
+    all_present: bool,
 ) -> torch.Tensor:
-    T, K = position_TK.shape
-    index = position_TK.reshape(-1)
-    rows = returned_SD.index_select(0, index if all_present else index.clamp(min=0))
-    # A new tensor even for float32 rows, since it is summed into below.
-    products = rows.view(T, K, -1).to(torch.float32) * weights_TK1
+    """(T, D) float32, in the memory of `terms`. rows, terms: (K * T, D), the same if the rows are float32."""
+    index = position_KT.reshape(-1)
+    torch.index_select(returned_SD, 0, index if all_present else index.clamp(min=0), out=rows)
+    if terms.dtype != rows.dtype:
+        terms.copy_(rows)
+    terms_KTD = terms.view(*position_KT.shape, -1)
+    terms_KTD *= weights_KT1
     if not all_present:
         # Selected, not multiplied by 0: the row that stands in may hold infinity.
-        products.masked_fill_((position_TK < 0).unsqueeze(2), 0.0)
-    total = products[:, 0]
-    for k in range(1, K):
-        total += products[:, k]
-    return total.to(returned_SD.dtype).contiguous()
+        terms_KTD.masked_fill_((position_KT < 0).unsqueeze(2), 0.0)
+    total = terms_KTD[0]
+    for k in range(1, position_KT.shape[0]):
+        total += terms_KTD[k]
+    return total

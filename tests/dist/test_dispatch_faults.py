@@ -16,7 +16,7 @@ from moe_runtime.core import DispatchPlan
 from moe_runtime.dispatch.base import Dispatcher
 from moe_runtime.dispatch.collective import CollectiveDispatcher
 from moe_runtime.dispatch.heap_shm import SHM_FOLDER, SharedHeap
-from moe_runtime.dispatch.mailbox import LAST_EXCHANGE
+from moe_runtime.dispatch.mailbox import LAST_EXCHANGE, Slab
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.errors import BackendUnavailable, LockstepError
 from tests.helpers.dispatch_cases import MAX_D, Case, exchange, expect, make_data
@@ -161,10 +161,10 @@ def signal_is_lost(rank: int, num_ranks: int) -> str:
     one_call(dispatcher, rank, num_ranks)
     send, sent = dispatcher._mail[0].signal, []
 
-    def losing(peer: int, *message: Any) -> None:
-        sent.append(peer)
-        if (rank, peer, sent.count(peer)) != (1, 0, 1):
-            send(peer, *message)
+    def losing(outbox: Slab, *message: Any) -> None:
+        sent.append(outbox.peer)
+        if (rank, outbox.peer, sent.count(outbox.peer)) != (1, 0, 1):
+            send(outbox, *message)
 
     dispatcher._mail[0].signal = losing
     return call_until_error(dispatcher, rank, num_ranks)[0]
@@ -184,11 +184,11 @@ def dies_while_storing(rank: int, num_ranks: int, after_signals: int, folder: st
     send, process_lives, sent = dispatcher._mail[0].signal, dispatcher._mail[0]._is_alive, []
     dispatcher._mail[0]._is_alive = lambda r: process_lives(r) and not (Path(folder) / str(r)).exists()
 
-    def dying(peer: int, *message: Any) -> None:
+    def dying(outbox: Slab, *message: Any) -> None:
         if len(sent) == after_signals:
             die()
-        sent.append(peer)
-        send(peer, *message)
+        sent.append(outbox.peer)
+        send(outbox, *message)
 
     if rank == 1:
         dispatcher._mail[0].signal = dying

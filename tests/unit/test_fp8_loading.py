@@ -92,7 +92,8 @@ def test_matches_transformers_on_the_dequantised_weights(
     assert {mlp.gate_up.dtype for mlp in decoder.moe_mlps()} == {FP8}
     unread = [t.nbytes for n, t in load_file(folder / FILE).items() if n.endswith("input_scale")]
     assert report.bytes_read == report.bytes_in_checkpoint - sum(unread)
-    text = [random.Random(seed).randrange(decoder.spec.vocab_size) for _ in range(40)]
+    draw = random.Random(seed)
+    text = [draw.randrange(decoder.spec.vocab_size) for _ in range(40)]
     expected = reference_logprobs(reference(plain), text)
     assert expected.std() > 0.3, "the reference's distribution is too flat to show a difference"
     torch.testing.assert_close(logprobs_with_cpu_experts(decoder, text), expected, atol=2e-3, rtol=0)

@@ -116,7 +116,8 @@ def test_hub_configuration(family: str, tmp_path: Path, seed: int) -> None:
     assert (spec.rope.kind, spec.rope.theta, spec.dtype) == ("linear", theta, "float32")
     experts = [list(range(spec.num_experts))] * spec.num_moe_layers
     decoder = load_weights(tmp_path, spec, adapter, experts, torch.float32, "cpu")
-    text = [random.Random(seed).randrange(spec.vocab_size) for _ in range(17)]
+    draw = random.Random(seed)
+    text = [draw.randrange(spec.vocab_size) for _ in range(17)]
     expected = reference_logprobs(model, text)
     torch.testing.assert_close(decoder_logprobs(decoder, [text]), expected, atol=1e-4, rtol=0)
 
@@ -129,7 +130,8 @@ def test_bfloat16(family: str, tmp_path: Path, seed: int) -> None:
     assert spec.dtype == "bfloat16"
     experts = [list(range(spec.num_experts))] * spec.num_moe_layers
     decoder = load_weights(tmp_path, spec, adapter, experts, torch.bfloat16, "cpu")
-    text = [random.Random(seed).randrange(spec.vocab_size) for _ in range(40)]
+    draw = random.Random(seed)
+    text = [draw.randrange(spec.vocab_size) for _ in range(40)]
     difference = (decoder_logprobs(decoder, [text]) - reference_logprobs(model, text)).abs()
     # A routing choice that rounding flips moves a row a lot, so the bound is on the median row.
     assert difference.amax(-1).median() < 0.2

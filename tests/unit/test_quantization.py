@@ -14,6 +14,7 @@ from moe_runtime.quantization import (
     FP8_TENSOR,
     QuantScheme,
     dequantize_rows,
+    fp8_to_float,
     quantize_rows,
 )
 
@@ -83,3 +84,12 @@ def test_rounding_activations_keeps_what_fp8_can_hold(scheme: QuantScheme, seed:
     exact[:, ::128] = 448.0
     exact[:, 1] = -448.0
     assert torch.equal(scheme.round_rows(exact), exact)
+
+
+def test_every_code_becomes_the_float_that_torch_gives() -> None:
+    """Often enough that it is not left to torch, and with gaps between the rows."""
+    codes = torch.arange(256).to(torch.uint8).repeat(64, 2).view(FP8)[:, :300]
+    got, wanted = fp8_to_float(codes), codes.float()
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert torch.equal(got.signbit(), wanted.signbit())
+    assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
