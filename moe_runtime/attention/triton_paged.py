@@ -25,7 +25,7 @@ import torch
 
 from moe_runtime.attention.base import heads_problem
 from moe_runtime.quantization import FP8
-from moe_runtime.triton_support.availability import target_arch, triton_problem
+from moe_runtime.triton_support.availability import has_fp8, target_arch, triton_problem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,7 +129,7 @@ class TritonPagedAttention:
         arch = target_arch(torch.device(need.device_type))
         if not isinstance(arch, int):
             return None
-        if need.cache_dtype == FP8 and arch < 89:
+        if need.cache_dtype == FP8 and not has_fp8(arch):
             return f"Triton has no FP8 (e4m3) on sm_{arch}; it needs sm_89 or later"
         if need.dtype == torch.float32 and 100 <= arch < 120:
             return f"float32 tiles do not fit the tensor memory of sm_{arch}"

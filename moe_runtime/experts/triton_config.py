@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.errors import ConfigError
+from moe_runtime.triton_support.availability import has_fp8
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,7 +86,7 @@ class Gpu:
     @property
     def has_fp8(self) -> bool:
         """Whether Triton converts and multiplies e4m3 there; else it is decoded from bytes and multiplied wider."""
-        return self.arch >= 89 if isinstance(self.arch, int) else True
+        return has_fp8(self.arch)
 
     @property
     def wide_m(self) -> bool:

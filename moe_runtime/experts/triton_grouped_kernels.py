@@ -1,4 +1,4 @@
-"""Grouped GEMM of experts in Triton: one kernel for both products, with its block map, split-K reduction and FP8 rounding.
+"""Grouped GEMM of experts in Triton: one kernel for both products, with its block map and split-K reduction.
 
 Legend: x rows times the weights of their slot, [slot, part, N, K]; parts are gate and up, or one alone. A tile is BM expert rows of
 one slot by BN columns of every part. Suffix-free names of tiles: x (BM, BK), w (BN, BK), accumulators (BM, BN), or
@@ -55,7 +55,7 @@ def build_block_map(
 @jit
 def grouped_gemm(
     x, x_scale_ptr, w, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, row_index_ptr, map_ptr, num_tiles_ptr,
-    N, K, x_stride, capacity, num_rows,
+    N, K, x_stride, x_scale_stride, capacity, num_rows,
     SCHEME: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, PARTS: tl.constexpr, QUANTIZE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr, SPLIT_K: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, EVEN_K: tl.constexpr,
@@ -81,14 +81,14 @@ def grouped_gemm(
         source = _source_rows(row_index_ptr, row, end_row)
         gate, up = _products(
             x, x_scale_ptr, w, w_scale_ptr, source, first_row, slot, col, split * steps * BK, tl.minimum((split + 1) * steps * BK, K),
-            N, K, x_stride, SCHEME, PARTS, BM, BN, BK, SWAP_AB, X_TMA, W_TMA, EVEN_K,
+            N, K, x_stride, x_scale_stride, SCHEME, PARTS, BM, BN, BK, SWAP_AB, X_TMA, W_TMA, EVEN_K,
         )  # fmt: skip
         if SWAP_AB:
             gate, up = gate.T, up.T
         if SPLIT_K == 1:
             _finish(
                 gate, up, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, row, end_row, source, slot, col, N,
-                SCHEME, ACT, LIMIT, PARTS, QUANTIZE, BN,
+                x_scale_stride, SCHEME, ACT, LIMIT, PARTS, QUANTIZE, BN,
             )  # fmt: skip
         else:
             column = col + tl.arange(0, BN)
@@ -101,7 +101,7 @@ def grouped_gemm(
 @jit
 def reduce_splits(
     partial_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, row_index_ptr, map_ptr, num_tiles_ptr,
-    N, capacity, num_rows,
+    N, x_scale_stride, capacity, num_rows,
     SCHEME: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, PARTS: tl.constexpr, QUANTIZE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
@@ -124,32 +124,8 @@ def reduce_splits(
                 up += tl.load(at, mask=ok, other=0.0)
         _finish(
             gate, up, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, row, end_row,
-            _source_rows(row_index_ptr, row, end_row), slot, col, N, SCHEME, ACT, LIMIT, PARTS, QUANTIZE, BN,
+            _source_rows(row_index_ptr, row, end_row), slot, col, N, x_scale_stride, SCHEME, ACT, LIMIT, PARTS, QUANTIZE, BN,
         )  # fmt: skip
-
-
-@jit
-def quantize_rows(
-    x_ptr, q_ptr, scale_ptr, num_rows, num_in, group, x_stride, BM: tl.constexpr, BLOCK: tl.constexpr
-):
-    """quantization.quantize_rows: program (i, g) rounds group g of BM rows; q holds FP8, or its values in a wider type."""
-    row = tl.program_id(0) * BM + tl.arange(0, BM)
-    begin = tl.program_id(1) * group
-    end = tl.minimum(begin + group, num_in)
-    largest = tl.zeros((BM,), tl.float32)
-    for k in range(begin, end, BLOCK):
-        at = k + tl.arange(0, BLOCK)
-        ok = (row < num_rows)[:, None] & (at < end)[None, :]
-        v = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + at[None, :], mask=ok, other=0.0)
-        largest = tl.maximum(largest, tl.max(tl.abs(v.to(tl.float32)), 1))
-    scale = scale_of(largest)
-    tl.store(scale_ptr + row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), scale, mask=row < num_rows)
-    for k in range(begin, end, BLOCK):
-        at = k + tl.arange(0, BLOCK)
-        ok = (row < num_rows)[:, None] & (at < end)[None, :]
-        v = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + at[None, :], mask=ok, other=0.0)
-        q = to_e4m3(v.to(tl.float32) / scale[:, None], q_ptr.dtype.element_ty)
-        tl.store(q_ptr + row.to(tl.int64)[:, None] * num_in + at[None, :], q, mask=ok)
 
 
 @jit
@@ -164,7 +140,7 @@ def _source_rows(row_index_ptr, row, end_row):
 
 @jit
 def _products(
-    x, x_scale_ptr, w, w_scale_ptr, source, first_row, slot, col, k_begin, k_end, N, K, x_stride,
+    x, x_scale_ptr, w, w_scale_ptr, source, first_row, slot, col, k_begin, k_end, N, K, x_stride, x_scale_stride,
     SCHEME: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr,
     X_TMA: tl.constexpr, W_TMA: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
@@ -183,7 +159,7 @@ def _products(
                 at = ((slot * PARTS + part) * tl.cdiv(N, GROUP) + col // GROUP) * tl.cdiv(K, GROUP)
                 scale = tl.load(w_scale_ptr + at + k // GROUP)
                 if x_scale_ptr is not None:
-                    scale = scale * tl.load(x_scale_ptr + source * tl.cdiv(K, GROUP) + k // GROUP)
+                    scale = scale * tl.load(x_scale_ptr + source * x_scale_stride + k // GROUP)
                     scale = scale[None, :] if SWAP_AB else scale[:, None]
                 product = _dot(x_tile, w_tile, tl.zeros(SHAPE, tl.float32), BK, SWAP_AB) * scale
                 if part == 0:
@@ -230,7 +206,7 @@ def _dot(x, w, total, BK: tl.constexpr, SWAP_AB: tl.constexpr):
 
 @jit
 def _finish(
-    gate, up, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, row, end_row, source, slot, col, N,
+    gate, up, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, row, end_row, source, slot, col, N, x_scale_stride,
     SCHEME: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, PARTS: tl.constexpr, QUANTIZE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Row and column scales, bias, activation, and the store of the rows before end_row."""
@@ -238,7 +214,7 @@ def _finish(
     inside = column < N
     weight_row = slot * PARTS * N + column
     if x_scale_ptr is not None and SCHEME != "fp8_block":
-        row_scale = tl.load(x_scale_ptr + source)[:, None]
+        row_scale = tl.load(x_scale_ptr + source * x_scale_stride)[:, None]
         gate, up = gate * row_scale, up * row_scale
     if SCHEME == "fp8_channel":
         gate = gate * tl.load(w_scale_ptr + weight_row, mask=inside, other=0.0)[None, :]
