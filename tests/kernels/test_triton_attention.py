@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -162,9 +163,13 @@ def rows_of(case: Case, chosen: list[int], make: type = TritonPagedAttention) ->
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_a_row_has_the_same_bits_whatever_its_neighbours_are(seed: int) -> None:
-    case = Case([(37, 1), (150, 1), (0, 19), (3, 1)], [spec(heads=2, kv_heads=1, dim=16)], 3, BF16)
-    together, alone = rows_of(case, [3, 2, 1, 0]), [rows_of(case, [i]) for i in range(4)]
+@pytest.mark.parametrize("make", [TritonPagedAttention, DETERMINISTIC], ids=["default", "deterministic"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_a_row_has_the_same_bits_whatever_its_neighbours_are(
+    seed: int, dtype: torch.dtype, make: Any
+) -> None:
+    case = Case([(37, 1), (150, 1), (0, 19), (3, 1)], [spec(heads=2, kv_heads=1, dim=16)], 3, dtype)
+    together, alone = rows_of(case, [3, 2, 1, 0], make), [rows_of(case, [i], make) for i in range(4)]
     assert torch.equal(together, torch.cat(alone[::-1]))
 
 
