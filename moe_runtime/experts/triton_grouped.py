@@ -245,7 +245,8 @@ def _multiply(
     if shape.scheme is not None and not gpu.has_fp8:
         matrix = matrix.view(torch.uint8)
     w_tma = config.use_tma and _descriptor_fits(matrix)
-    x_tma = config.use_tma and x.index_S is None and _descriptor_fits(x.values)
+    x_tma = config.use_tma and (x.index_S is None or gpu.gathers) and _descriptor_fits(x.values)
+    x_gather = x_tma and x.index_S is not None
     epilogue: dict[str, Any] = {
         "SCHEME": shape.scheme or "none", "ACT": product.activation, "LIMIT": product.limit, "PARTS": parts,
         "QUANTIZE": quantize,
@@ -257,13 +258,13 @@ def _multiply(
     )
     capacity = block_map.capacity * tiles_n * config.split_k
     grouped_gemm[(min(capacity, gpu.num_sms * programs_per_sm(config, shape, gpu)),)](
-        _descriptor(x.values, config.block_m, config.block_k) if x_tma else x.values,
+        _descriptor(x.values, 1 if x_gather else config.block_m, config.block_k) if x_tma else x.values,
         x.scale,
         _descriptor(matrix, columns, config.block_k) if w_tma else matrix,
         product.scale, product.bias, target, out.scale, x.index_S, block_map.tiles_5C, block_map.num_tiles_1,
         shape.num_out, shape.num_in, x.values.stride(0), x.scale_stride, block_map.capacity, shape.num_rows,
         **epilogue, BM=config.block_m, BN=columns, BK=config.block_k, SWAP_AB=config.swap_ab, SPLIT_K=config.split_k,
-        X_TMA=x_tma, W_TMA=w_tma, EVEN_K=shape.num_in % config.block_k == 0,
+        X_TMA=x_tma, X_GATHER=x_gather, W_TMA=w_tma, EVEN_K=shape.num_in % config.block_k == 0,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if config.split_k > 1:

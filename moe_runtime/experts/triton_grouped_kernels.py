@@ -58,12 +58,12 @@ def grouped_gemm(
     N, K, x_stride, x_scale_stride, capacity, num_rows,
     SCHEME: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, PARTS: tl.constexpr, QUANTIZE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr, SPLIT_K: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, EVEN_K: tl.constexpr,
+    X_TMA: tl.constexpr, X_GATHER: tl.constexpr, W_TMA: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """out[row] = act(x[row_index[row]] @ w[slot].T + bias), FP8 with scales if QUANTIZE; or, split, partial sums in float32.
 
     Persistent: any number of programs share the tiles. Order: all column tiles of a group of row tiles, the group's row
-    tiles innermost, so that programs that run together read the same weights. x, w: pointers, or descriptors if *_TMA.
+    tiles innermost, so that programs that run together read the same weights. x, w: pointers, or descriptors if *_TMA, of single rows if X_GATHER.
     """
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(tl.cdiv(K, BK), SPLIT_K)
@@ -81,7 +81,7 @@ def grouped_gemm(
         source = _source_rows(row_index_ptr, row, end_row)
         gate, up = _products(
             x, x_scale_ptr, w, w_scale_ptr, source, first_row, slot, col, split * steps * BK, tl.minimum((split + 1) * steps * BK, K),
-            N, K, x_stride, x_scale_stride, SCHEME, PARTS, BM, BN, BK, SWAP_AB, X_TMA, W_TMA, EVEN_K,
+            N, K, x_stride, x_scale_stride, SCHEME, PARTS, BM, BN, BK, SWAP_AB, X_TMA, X_GATHER, W_TMA, EVEN_K,
         )  # fmt: skip
         if SWAP_AB:
             gate, up = gate.T, up.T
@@ -142,7 +142,7 @@ def _source_rows(row_index_ptr, row, end_row):
 def _products(
     x, x_scale_ptr, w, w_scale_ptr, source, first_row, slot, col, k_begin, k_end, N, K, x_stride, x_scale_stride,
     SCHEME: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, EVEN_K: tl.constexpr,
+    X_TMA: tl.constexpr, X_GATHER: tl.constexpr, W_TMA: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """Sums over k of x * w for every part of one tile (up is 0 for one part), block scales applied."""
     SHAPE: tl.constexpr = (BN, BM) if SWAP_AB else (BM, BN)
@@ -151,10 +151,10 @@ def _products(
     # Columns beyond N read the first ones instead; nothing of them is stored.
     column = (col + tl.arange(0, BN)) % N
     for k in range(k_begin, k_end, BK):
-        x_tile = _tile(x, source, first_row, k, K, x_stride, BK, X_TMA, EVEN_K)
+        x_tile = _tile(x, source, first_row, k, K, x_stride, BK, X_TMA, X_GATHER, EVEN_K)
         for part in tl.static_range(PARTS):
             w_first = (slot * PARTS + part) * N
-            w_tile = _tile(w, w_first.to(tl.int64) + column, w_first + col, k, K, K, BK, W_TMA, EVEN_K)
+            w_tile = _tile(w, w_first.to(tl.int64) + column, w_first + col, k, K, K, BK, W_TMA, False, EVEN_K)
             if SCHEME == "fp8_block":
                 at = ((slot * PARTS + part) * tl.cdiv(N, GROUP) + col // GROUP) * tl.cdiv(K, GROUP)
                 scale = tl.load(w_scale_ptr + at + k // GROUP)
@@ -174,9 +174,13 @@ def _products(
 
 
 @jit
-def _tile(source, rows, first_row, k, K, stride, BK: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr):
-    """(rows, BK) values from k on, 0 beyond K. TMA: consecutive rows from first_row on."""
-    if TMA:
+def _tile(
+    source, rows, first_row, k, K, stride, BK: tl.constexpr, TMA: tl.constexpr, GATHER: tl.constexpr, EVEN_K: tl.constexpr
+):  # fmt: skip
+    """(rows, BK) values from k on, 0 beyond K. TMA: consecutive rows from first_row on, or `rows` with GATHER."""
+    if GATHER:
+        tile = source.gather(rows.to(tl.int32), k)
+    elif TMA:
         tile = source.load([first_row, k])
     else:
         at = k + tl.arange(0, BK)

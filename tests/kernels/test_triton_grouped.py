@@ -26,6 +26,7 @@ FP8_TOLERANCE = 6e-2
 UNREADABLE = 1 << 50
 SMALL = GroupedGemmConfig(16, 64, 32, group_m=2, num_stages=2)
 OLD_GPU = Gpu(arch=80, num_sms=3, shared_bytes=163 << 10)
+BLACKWELL = Gpu(arch=100, num_sms=3, shared_bytes=227 << 10)
 
 
 def make_weights(
@@ -131,6 +132,23 @@ def test_every_variant(seed: int, config: GroupedGemmConfig, shape: tuple[int, i
     weights = make_weights(4, *shape, dtype=dtype, bias=True)
     batch = make_batch([0, 35, 1, 0], shape[0], dtype, spare=5)
     check(run(batch, weights, config), batch, weights)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="descriptors that fetch rows by index need a Blackwell GPU")
+@pytest.mark.parametrize("scheme", [None, FP8_BLOCK], ids=["bf16", "fp8_block"])
+def test_descriptors_that_gather(seed: int, scheme: QuantScheme | None) -> None:
+    """The same bits as through pointers, also of FP8 rows as they travel."""
+    config, dtype = GroupedGemmConfig(32, 256, 64, use_tma=True), random.choice(list(TOLERANCE))
+    hidden = 512 if scheme else random.choice([256, 208])
+    weights = make_weights(3, hidden, 128, dtype=dtype, scheme=scheme, rounds=scheme is not None)
+    batch = make_batch([0, 35, 2], hidden, dtype, spare=5)
+    for rows in (batch, in_fp8(batch)) if scheme else (batch,):
+        assert rows.tokens_RD.stride(0) * rows.tokens_RD.itemsize % 16 == 0, (
+            "descriptors could not address it"
+        )
+        y, plain = run(rows, weights, config, BLACKWELL), run(rows, weights, replace(config, use_tma=False))
+        check(y, batch, weights)
+        assert torch.equal(y[:37], plain[:37])
 
 
 @pytest.mark.parametrize("gpu", [None, OLD_GPU], ids=["fp8 units", "fp8 as bytes"])
