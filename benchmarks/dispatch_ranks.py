@@ -27,6 +27,8 @@ from moe_runtime.dispatch.fp8_payload import Fp8Payload, pack_rows, row_bytes, u
 from moe_runtime.dispatch.mailbox import HEADER_BYTES, Call, segment_bytes
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.dispatch.rows import plan_outgoing
+from moe_runtime.experts.base import wide_tokens
+from moe_runtime.quantization import dequantize_rows
 from moe_runtime.topology import all_gather_text
 
 
@@ -162,13 +164,14 @@ class Bench:
         """Slot s doubles or halves s % 3 - 1 times, which no dtype rounds."""
         slot_S = torch.repeat_interleave(torch.arange(len(batch.num_rows_p)), batch.num_rows_p)
         slot_S = slot_S + self.rank * self.plan.slots_per_rank
-        return batch.tokens_RD[batch.row_index_S] * (2.0 ** (slot_S % 3 - 1)).to(self.shape.dtype)[:, None]
+        rows = wide_tokens(batch, batch.dtype)[batch.row_index_S]
+        return rows * (2.0 ** (slot_S % 3 - 1)).to(self.shape.dtype)[:, None]
 
     def _expected(self) -> torch.Tensor:
         """The layer's result by the definition of the combine, over whole columns of (token, k)."""
         x, slot_TK = self.x, self.plan.global_slot_TK
         if self.case.payload == "fp8":
-            x = unpack_rows(pack_rows(x), x.shape[1], x.dtype)
+            x = dequantize_rows(*unpack_rows(pack_rows(x), x.shape[1])).to(x.dtype)
         rank_TK = slot_TK // self.plan.slots_per_rank
         groups = range(self.num_ranks) if self.case.combine == "per_rank" else [None]
         total = torch.zeros(x.shape)

@@ -121,16 +121,16 @@ def make_experts(
 def make_layer_ops(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
 ) -> tuple[LayerOps, Choice]:
-    """How norms and activations are computed."""
+    """How norms, activations and dense products are computed."""
     device = topology.device.type
     triton = TritonOps.supports(device, dtype, spec.activation)
     reasons = {"torch": None, "triton": triton} if device == "cpu" else {"triton": triton, "torch": None}
     reasons["deterministic"] = DeterministicOps.supports(device, dtype)
-    reasons = invariant_only(reasons, config, "deterministic")
+    reasons = invariant_only(reasons, config, "deterministic", "triton")
     choice = choose("layer_backend", config.layer_backend, reasons, topology.rank == 0)
     if choice.name == "deterministic":
         return DeterministicOps(Workers(torch.get_num_threads())), choice
-    return TritonOps() if choice.name == "triton" else TORCH_OPS, choice
+    return TritonOps(config.deterministic) if choice.name == "triton" else TORCH_OPS, choice
 
 
 def choose_attention(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology) -> Choice:

@@ -19,12 +19,14 @@ from moe_runtime.dispatch import (
     triton_one_sided,
 )
 from moe_runtime.dispatch.collective import CollectiveDispatcher
-from moe_runtime.dispatch.fp8_payload import Fp8Payload
+from moe_runtime.dispatch.fp8_payload import Fp8Payload, quantize_into
 from moe_runtime.dispatch.local import LocalDispatcher
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided_network import NvshmemNetwork
 from moe_runtime.errors import ConfigError
+from moe_runtime.triton_support.availability import has_fp8, target_arch
+from moe_runtime.triton_support.fp8_rows import quantize_rows
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +71,16 @@ def make_dispatcher(
         how = "Triton kernels" if one_sided_kernels(config, device) else "torch's copies into shared memory"
         logger.log(logging.INFO if topology.rank == 0 else logging.DEBUG, "one_sided: %s", how)
     dispatcher = _dispatcher(choice.name, config, spec, dtype, topology)
-    return Fp8Payload(dispatcher) if config.dispatch_dtype == "fp8" else dispatcher, choice
+    if config.dispatch_dtype != "fp8":
+        return dispatcher, choice
+    return Fp8Payload(dispatcher, quantize_rows if rounds_rows(config, topology) else quantize_into), choice
+
+
+def rounds_rows(config: EngineConfig, topology: Topology) -> bool:
+    """Whether FP8 rows are made by the Triton kernel: where routing is by kernels, and Triton knows the type."""
+    return choose_routing(config, topology.device.type, log=False).name == "triton" and has_fp8(
+        target_arch(topology.device)
+    )
 
 
 def _dispatcher(

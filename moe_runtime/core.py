@@ -302,16 +302,33 @@ class DispatchPlan:
 
 
 @dataclass(frozen=True)
+class RowScales:
+    """What FP8 token rows come with."""
+
+    scale_RG: torch.Tensor
+    """float32: a value is payload * the scale of its group of 128 (`quantization.GROUP`) along the row. Rows may lie apart."""
+    dtype: torch.dtype
+    """The model's, from which the rows were rounded and in which results return."""
+
+
+@dataclass(frozen=True)
 class ExpertBatch:
     """What a rank received: token rows once each, and which of them every local slot computes."""
 
     tokens_RD: torch.Tensor
+    """In the model's dtype; FP8 if `scales` is there, and then rows may lie apart."""
     row_index_S: torch.Tensor
     """int64: expert row -> row of tokens_RD. Rows of a slot are contiguous, by (source rank, token)."""
     num_rows_p: torch.Tensor
     """int64 on the tokens' device: expert rows of each local slot; sums to S."""
     handle: Any = None
     """The dispatcher's own state, needed by its combine."""
+    scales: RowScales | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return self.tokens_RD.dtype if self.scales is None else self.scales.dtype
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import torch
 
 from moe_runtime.attention.base import heads_problem
 from moe_runtime.quantization import FP8
-from moe_runtime.triton_support.availability import target_arch, triton_problem
+from moe_runtime.triton_support.availability import has_fp8, target_arch, triton_problem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,21 +66,22 @@ def choose_tiles(spec: AttentionSpec, dtype: torch.dtype, arch: int | str) -> At
     dim, hip, wide = padded(spec.head_dim), isinstance(arch, str), dtype == torch.float32
     keys = 64 if dim <= 64 or (dim <= 128 and isinstance(arch, int) and arch >= 90) else 32
     return AttentionTiles(
-        query_rows=query_rows(spec, arch),
+        query_rows=query_rows(spec, dtype, arch),
         keys=16 if wide else 32 if hip else keys,
         extend_warps=4 if hip else 8,
-        extend_stages=2,
-        decode_keys=32 if wide or hip or dim > 128 else 64,
+        extend_stages=1 if wide else 2,
+        decode_keys=16 if wide else 32 if hip or dim > 128 else 64,
         split=512,
         decode_warps=4,
         decode_stages=2 if wide or hip or dim > 128 else 3,
     )
 
 
-def query_rows(spec: AttentionSpec, arch: int | str) -> int:
-    """AttentionTiles.query_rows; whatever the dtype is, since plans are made before it is known."""
-    small = padded(spec.head_dim) > 128 or isinstance(arch, str)
-    return max(64 if small else 128, padded(spec.num_heads // spec.num_kv_heads))
+def query_rows(spec: AttentionSpec, dtype: torch.dtype, arch: int | str) -> int:
+    """AttentionTiles.query_rows."""
+    long, wide = padded(spec.head_dim) > 128, dtype == torch.float32
+    rows = 32 if long and wide else 64 if long or wide or isinstance(arch, str) else 128
+    return max(rows, padded(spec.num_heads // spec.num_kv_heads))
 
 
 def padded(size: int) -> int:
@@ -103,7 +104,7 @@ class TritonAttentionPlan:
 
 
 class TritonPagedAttention:
-    """See the module. Sums are float32; float32 products are made of three TF32 ones where that is what is fast (NVIDIA)."""
+    """See the module. Sums are float32, and products of float32 exact: without NVIDIA's matrix units, but for checking, not for speed."""
 
     name = "triton"
 
@@ -112,6 +113,8 @@ class TritonPagedAttention:
         self.specs = tuple(specs)
         self.deterministic = deterministic
         self.arch = target_arch(cache.keys[0].device)
+        # Plans are made before queries are there, and an FP8 cache does not tell their type.
+        self.query_dtypes = (torch.bfloat16, torch.float32) if cache.dtype == FP8 else (cache.dtype,)
 
     @staticmethod
     def supports(need: AttentionNeed) -> str | None:
@@ -127,12 +130,8 @@ class TritonPagedAttention:
         if problem is not None:
             return problem
         arch = target_arch(torch.device(need.device_type))
-        if not isinstance(arch, int):
-            return None
-        if need.cache_dtype == FP8 and arch < 89:
+        if need.cache_dtype == FP8 and not has_fp8(arch):
             return f"Triton has no FP8 (e4m3) on sm_{arch}; it needs sm_89 or later"
-        if need.dtype == torch.float32 and 100 <= arch < 120:
-            return f"float32 tiles do not fit the tensor memory of sm_{arch}"
         return None
 
     def plan(self, batch: ForwardBatch) -> TritonAttentionPlan:
@@ -143,7 +142,7 @@ class TritonPagedAttention:
         extends = [
             (i, new, total) for i, (new, total) in enumerate(spans) if new > 1 or (new and self.deterministic)
         ]
-        sizes = {self._tokens_per_tile(spec) for spec in self.specs} if extends else ()
+        sizes = {self._tokens_per_tile(spec, d) for spec in self.specs for d in self.query_dtypes if extends}
         return TritonAttentionPlan(
             slot_mapping_T=batch.slot_mapping_T,
             block_tables_BM=batch.block_tables_BM,
@@ -220,7 +219,7 @@ class TritonPagedAttention:
             spec.scale * self.cache.key_scales[layer],
             R=heads // groups, G=groups, D=dim, DP=padded(dim), BLOCK_SIZE=self.cache.block_size,
             RP=padded(heads // groups), BN=tiles.decode_keys, SPLIT=tiles.split, WINDOW=window,
-            SOFT_CAP=spec.logit_soft_cap or 0.0, PRECISION=_precision(q_THd.dtype, self.arch),
+            SOFT_CAP=spec.logit_soft_cap or 0.0,
             num_warps=tiles.decode_warps, num_stages=tiles.decode_stages,
         )  # fmt: skip
         merge_splits[(heads, num_seqs)](
@@ -235,19 +234,19 @@ class TritonPagedAttention:
 
         spec, tiles = self.specs[layer], choose_tiles(self.specs[layer], q_THd.dtype, self.arch)
         groups = spec.num_kv_heads
-        work_W2 = plan.work[self._tokens_per_tile(spec)]
+        work_W2 = plan.work[self._tokens_per_tile(spec, q_THd.dtype)]
         extend[(work_W2.shape[0], groups)](
             q_THd, self.cache.keys[layer], self.cache.values[layer], out_THd, work_W2,
             plan.block_tables_BM, plan.query_starts_B1, plan.seq_lens_B, plan.block_tables_BM.stride(0),
             spec.scale * self.cache.key_scales[layer], self.cache.value_scales[layer],
             R=spec.num_heads // groups, G=groups, D=spec.head_dim, DP=padded(spec.head_dim),
             BLOCK_SIZE=self.cache.block_size, BM=tiles.query_rows, BN=tiles.keys,
-            WINDOW=spec.sliding_window or 0, SOFT_CAP=spec.logit_soft_cap or 0.0, PRECISION=_precision(q_THd.dtype, self.arch),
+            WINDOW=spec.sliding_window or 0, SOFT_CAP=spec.logit_soft_cap or 0.0,
             num_warps=tiles.extend_warps, num_stages=tiles.extend_stages,
         )  # fmt: skip
 
-    def _tokens_per_tile(self, spec: AttentionSpec) -> int:
-        return query_rows(spec, self.arch) // (spec.num_heads // spec.num_kv_heads)
+    def _tokens_per_tile(self, spec: AttentionSpec, dtype: torch.dtype) -> int:
+        return query_rows(spec, dtype, self.arch) // (spec.num_heads // spec.num_kv_heads)
 
 
 def _tiles(extends: list[tuple[int, int, int]], size: int, device: torch.device) -> torch.Tensor:
@@ -260,8 +259,3 @@ def _tiles(extends: list[tuple[int, int, int]], size: int, device: torch.device)
     # Programs start in order: with the longest first, none of them is left alone at the end.
     tiles.sort(reverse=True)
     return torch.tensor([tile[1:] for tile in tiles], dtype=torch.int32, device=device)
-
-
-def _precision(dtype: torch.dtype, arch: int | str) -> str:
-    """Triton's input_precision; it concerns float32 alone. Exact products would not use NVIDIA's matrix units."""
-    return "tf32" if dtype != torch.float32 else "ieee" if isinstance(arch, str) else "tf32x3"

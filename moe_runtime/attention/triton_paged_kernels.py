@@ -97,9 +97,9 @@ def rotate_and_store(
 
 
 @jit
-def _scores(q, k, scale, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr):
+def _scores(q, k, scale, SOFT_CAP: tl.constexpr):
     """Scaled and capped scores of (BM, DP) queries and (BN, DP) keys, in base 2."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFT_CAP > 0:
         # tanh(x) = 1 - 2 / (e^2x + 1); the interpreter has no tanh.
         doubled = tl.exp2(s * (2 * LOG2E * scale / SOFT_CAP))
@@ -111,7 +111,7 @@ def _scores(q, k, scale, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr):
 def _attend(
     q, acc, largest, total, k_ptr, v_ptr, table_ptr, begin, end, oldest, length, position, scale,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add keys begin..end-1 (begin a multiple of BN) to the running softmax of a tile of query rows.
 
@@ -128,7 +128,7 @@ def _attend(
         at = ((block * BLOCK_SIZE + key % BLOCK_SIZE) * (G * D))[:, None] + dim
         inside = known[:, None] & (dim < D)
         k = tl.load(k_ptr + at, mask=inside, other=0.0).to(q.dtype)
-        s = _scores(q, k, scale, SOFT_CAP, PRECISION)
+        s = _scores(q, k, scale, SOFT_CAP)
         if MASKED:
             sees = known[None, :] & (key[None, :] <= position[:, None])
             if WINDOW > 0:
@@ -141,7 +141,7 @@ def _attend(
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(weight, 1)
         v = tl.load(v_ptr + at, mask=inside, other=0.0).to(q.dtype)
-        acc = tl.dot(weight.to(q.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        acc = tl.dot(weight.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
         largest = new_largest
     return acc, largest, total
 
@@ -150,7 +150,7 @@ def _attend(
 def extend(
     q_ptr, k_ptr, v_ptr, out_ptr, work_ptr, table_ptr, query_start_ptr, length_ptr, table_stride, scale, value_scale,
     R: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, G). A tile is BM // R consecutive new tokens of a sequence: work (tiles, 2) has sequence and first token."""
     sequence = tl.load(work_ptr + 2 * tl.program_id(0))
@@ -187,11 +187,11 @@ def extend(
         begin = (first_position + 1) // BN * BN
         acc, largest, total = _attend(
             q, acc, largest, total, k_ptr, v_ptr, table_ptr, 0, begin, 0, length, position, scale,
-            G, D, DP, BLOCK_SIZE, BN, WINDOW, SOFT_CAP, PRECISION, MASKED=False,
+            G, D, DP, BLOCK_SIZE, BN, WINDOW, SOFT_CAP, MASKED=False,
         )  # fmt: skip
     acc, largest, total = _attend(
         q, acc, largest, total, k_ptr, v_ptr, table_ptr, begin, end, oldest, length, position, scale,
-        G, D, DP, BLOCK_SIZE, BN, WINDOW, SOFT_CAP, PRECISION, MASKED=True,
+        G, D, DP, BLOCK_SIZE, BN, WINDOW, SOFT_CAP, MASKED=True,
     )  # fmt: skip
     # Rows past the last new token may have seen nothing.
     out = acc * (value_scale / tl.where(live, total, 1.0))[:, None]
@@ -212,7 +212,6 @@ def decode(
     q_ptr, k_ptr, v_ptr, part_ptr, stats_ptr, table_ptr, query_start_ptr, length_ptr, table_stride, num_splits, scale,
     R: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     RP: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_splits, G, B): one new token of a sequence over keys s * SPLIT..(s + 1) * SPLIT - 1.
 
@@ -243,7 +242,7 @@ def decode(
         q, tl.zeros((RP, DP), tl.float32), tl.full((RP,), float("-inf"), tl.float32), tl.zeros((RP,), tl.float32),
         k_ptr + group * D, v_ptr + group * D, table_ptr + sequence.to(tl.int64) * table_stride,
         begin, end, oldest, length, tl.zeros((RP,), tl.int32) + (length - 1), scale,
-        G, D, DP, BLOCK_SIZE, BN, WINDOW, SOFT_CAP, PRECISION, MASKED=True,
+        G, D, DP, BLOCK_SIZE, BN, WINDOW, SOFT_CAP, MASKED=True,
     )  # fmt: skip
     place = (sequence.to(tl.int64) * (G * R) + head) * num_splits + tl.program_id(0)
     tl.store(part_ptr + place[:, None] * D + dim, acc, mask=inside)

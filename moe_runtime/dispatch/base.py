@@ -65,7 +65,8 @@ class Dispatcher(Protocol):
        (token, rank) returns in the dtype of y_rows, and the owner adds those in float32 in the order of the ranks.
     5. Slot -1 yields zero and costs no traffic; a token with only -1 yields a zero row.
     6. More tokens than a buffer holds are sent in rounds, equally many on all ranks.
-    7. Payload rows are bytes: of float32, bfloat16, float16, or uint8 (`fp8_payload`). Results may have another dtype.
+    7. Payload rows are bytes: of float32, bfloat16, float16, or uint8 (packed by `fp8_payload`, whose batches then have FP8 tokens
+       and scales). Results may have another dtype.
     8. A dead or late peer raises LockstepError; nothing hangs.
     9. Any number of experts and ranks: E not divisible by N, N larger than E, replicas, ranks with no expert.
     10. close() is idempotent and leaves no file behind.

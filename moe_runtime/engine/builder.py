@@ -20,6 +20,7 @@ from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
 from moe_runtime.engine.overlap import OverlapModel
 from moe_runtime.engine.scheduler import Scheduler
 from moe_runtime.errors import BackendUnavailable, CapacityError, ConfigError
+from moe_runtime.experts.deterministic import DeterministicExperts
 from moe_runtime.layers.invariant import row_dependence
 from moe_runtime.models.quantized import with_expert_scheme
 from moe_runtime.models.registry import load_adapter, load_spec
@@ -119,7 +120,7 @@ class RankBuilder:
             ops=self.ops,
         )
         if self.config.deterministic:
-            check_invariance(self.decoder)
+            check_invariance(self.decoder, self.ops, self.kernel)
 
     def connect(self) -> None:
         """Dispatcher, what experts and layers are computed with, and what watches them."""
@@ -254,11 +255,12 @@ class RankBuilder:
         )
 
 
-def check_invariance(decoder: Decoder) -> None:
-    """Raises BackendUnavailable if this machine's matrix library cannot keep the promise of --deterministic."""
-    weights: list[torch.Tensor] = [p for p in decoder.parameters() if p.dim() == 2]
-    weights += [p[0] for p in decoder.parameters() if p.dim() == 3 and p.shape[0]]
-    for weight in {(tuple(w.shape), w.dtype): w for w in weights}.values():
-        problem = row_dependence(weight)
+def check_invariance(decoder: Decoder, ops: LayerOps, kernel: ExpertKernel) -> None:
+    """Raises BackendUnavailable if matrix products on this machine cannot keep the promise of --deterministic."""
+    products: list[tuple[LayerOps, torch.Tensor]] = [(ops, p) for p in decoder.parameters() if p.dim() == 2]
+    if isinstance(kernel, DeterministicExperts):
+        products += [(kernel.ops, p[0]) for p in decoder.parameters() if p.dim() == 3 and p.shape[0]]
+    for by, weight in {(o.name, tuple(w.shape), w.dtype): (o, w) for o, w in products}.values():
+        problem = row_dependence(by.linear, weight)
         if problem is not None:
             raise BackendUnavailable(f"--deterministic: {problem}")

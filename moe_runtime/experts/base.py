@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from moe_runtime.core import ExpertBatch
-from moe_runtime.quantization import QuantScheme
+from moe_runtime.quantization import QuantScheme, dequantize_rows
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ class ExpertNeed:
 class ExpertKernel(Protocol):
     """Computes y[s] = down(act(gate x) * (up x)) for x = tokens[row_index[s]] with the weights of s's slot, and their biases.
 
+    Tokens may come as FP8 with scales (`batch.scales`). A kernel that rounds x to FP8 in the same groups, for block weights, takes
+    them as they are, which is what it would have made of the unrounded rows; others widen them first (`wide_tokens`).
     On a GPU S is a capacity: rows beyond num_rows_p.sum() may hold anything afterwards.
     """
 
@@ -84,5 +86,12 @@ class ExpertKernel(Protocol):
         ...
 
     def __call__(self, batch: ExpertBatch, weights: ExpertWeights) -> torch.Tensor:
-        """Returns y_SD in the dtype of batch.tokens_RD."""
+        """Returns y_SD in batch.dtype."""
         ...
+
+
+def wide_tokens(batch: ExpertBatch, dtype: torch.dtype) -> torch.Tensor:
+    """The batch's token rows in `dtype`, (R, D): themselves, or what FP8 and scales stand for."""
+    if batch.scales is None:
+        return batch.tokens_RD.to(dtype)
+    return dequantize_rows(batch.tokens_RD, batch.scales.scale_RG).to(dtype)

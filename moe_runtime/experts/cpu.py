@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_runtime.experts.base import wide_tokens
 from moe_runtime.layers.activation import expert_activation, expert_activation_problem
 from moe_runtime.quantization import GROUP
 
@@ -42,9 +43,9 @@ class CpuExperts:
         return expert_activation_problem(need.activation)
 
     def __call__(self, batch: ExpertBatch, weights: ExpertWeights) -> torch.Tensor:
-        """Returns y_SD in the dtype of batch.tokens_RD. Raises ConfigError on an unknown activation."""
+        """Returns y_SD in batch.dtype. Raises ConfigError on an unknown activation."""
         activation = expert_activation(weights.activation, weights.activation_limit)
-        tokens_RD, row_index_S = batch.tokens_RD, batch.row_index_S
+        tokens_RD, row_index_S = wide_tokens(batch, batch.dtype), batch.row_index_S
         y_SD = tokens_RD.new_empty(row_index_S.shape[0], tokens_RD.shape[1])
         end = 0
         for slot, num_rows in enumerate(batch.num_rows_p.tolist()):

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from moe_runtime.core import Routing
 from moe_runtime.experts import router
+from moe_runtime.experts.base import wide_tokens
 from moe_runtime.layers.activation import expert_activation_problem
 from moe_runtime.layers.invariant import VECTOR_ELEMENTS, one_thread
 
@@ -55,15 +56,16 @@ class DeterministicExperts:
         return problem or expert_activation_problem(need.activation)
 
     def __call__(self, batch: ExpertBatch, weights: ExpertWeights) -> torch.Tensor:
-        """Returns y_SD in the dtype of batch.tokens_RD. Raises ConfigError on an unknown activation."""
-        y_SD = batch.tokens_RD.new_empty(batch.row_index_S.shape[0], batch.tokens_RD.shape[1])
+        """Returns y_SD in batch.dtype. Raises ConfigError on an unknown activation."""
+        tokens_RD = wide_tokens(batch, batch.dtype)
+        y_SD = tokens_RD.new_empty(batch.row_index_S.shape[0], tokens_RD.shape[1])
         up_bias, down_bias = weights.gate_up_bias_pF, weights.down_bias_pD
         end = 0
         for slot, num_rows in enumerate(batch.num_rows_p.tolist()):
             start, end = end, end + num_rows
             if not num_rows:
                 continue
-            x_nD = batch.tokens_RD.index_select(0, batch.row_index_S[start:end])
+            x_nD = tokens_RD.index_select(0, batch.row_index_S[start:end])
             up = self.ops.linear(x_nD, weights.gate_up_pFD[slot], None if up_bias is None else up_bias[slot])
             h_nF = self.ops.expert_activation(up, weights.activation, weights.activation_limit)
             y_SD[start:end] = self.ops.linear(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_runtime.experts.base import wide_tokens
 from moe_runtime.layers.activation import expert_activation, expert_activation_problem
 from moe_runtime.quantization import GROUP, dequantize_rows
 
@@ -31,15 +32,15 @@ class ReferenceExperts:
         return expert_activation_problem(need.activation)
 
     def __call__(self, batch: ExpertBatch, weights: ExpertWeights) -> torch.Tensor:
-        """Returns y_SD in the dtype of batch.tokens_RD. Raises ConfigError on an unknown activation."""
+        """Returns y_SD in batch.dtype. Raises ConfigError on an unknown activation."""
         activation = expert_activation(weights.activation, weights.activation_limit)
-        tokens_RD, token_of_row = batch.tokens_RD, batch.row_index_S.tolist()
-        y_SD = tokens_RD.new_empty(len(token_of_row), tokens_RD.shape[1])
+        tokens_RD, token_of_row = wide_tokens(batch, torch.float32), batch.row_index_S.tolist()
+        y_SD = tokens_RD.new_empty(len(token_of_row), tokens_RD.shape[1], dtype=batch.dtype)
         row = 0
         for slot, num_rows in enumerate(batch.num_rows_p.tolist()):
             gate_up_FD, down_DF = weights.dequantize_gate_up(slot), weights.dequantize_down(slot)
             for _ in range(num_rows):
-                x_D = _rounded(tokens_RD[token_of_row[row]].float(), weights)
+                x_D = _rounded(tokens_RD[token_of_row[row]], weights)
                 gate_up_F = gate_up_FD @ x_D
                 if weights.gate_up_bias_pF is not None:
                     gate_up_F = gate_up_F + weights.gate_up_bias_pF[slot].float()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.errors import ConfigError
+from moe_runtime.triton_support.availability import has_fp8
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +45,7 @@ class GroupedGemmConfig:
     split_k: int = 1
     """Parts of K computed by different programs and added by a second kernel."""
     use_tma: bool = False
-    """Contiguous operands through tensor descriptors, where their strides allow (sm_90, sm_100)."""
+    """Operands through tensor descriptors, where their strides allow: neighbouring rows (sm_90, sm_100), rows by index (sm_100)."""
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k", "num_warps", "group_m", "split_k", "num_stages"):
@@ -85,12 +86,17 @@ class Gpu:
     @property
     def has_fp8(self) -> bool:
         """Whether Triton converts and multiplies e4m3 there; else it is decoded from bytes and multiplied wider."""
-        return self.arch >= 89 if isinstance(self.arch, int) else True
+        return has_fp8(self.arch)
 
     @property
     def wide_m(self) -> bool:
         """Whether the tensor cores take 64 or more rows of their first operand at once, and TMA exists."""
         return isinstance(self.arch, int) and 90 <= self.arch < 120
+
+    @property
+    def gathers(self) -> bool:
+        """Whether tensor descriptors fetch rows by index; sm_90's only fetch neighbours."""
+        return isinstance(self.arch, int) and 100 <= self.arch < 120
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_runtime.errors import ConfigError
+from moe_runtime.experts.base import wide_tokens
 from moe_runtime.experts.triton_config import (
     GROUP,
     PROFILES,
@@ -33,6 +34,7 @@ from moe_runtime.experts.triton_config import (
 from moe_runtime.layers.activation import expert_activation_problem
 from moe_runtime.quantization import FP8
 from moe_runtime.triton_support import availability
+from moe_runtime.triton_support.fp8_rows import quantize_rows
 
 if TYPE_CHECKING:
     from moe_runtime.core import ExpertBatch
@@ -58,9 +60,9 @@ class TritonExperts:
         return expert_activation_problem(need.activation) or availability.triton_problem(need.device_type)
 
     def __call__(self, batch: ExpertBatch, weights: ExpertWeights) -> torch.Tensor:
-        """Returns y_SD in the dtype of batch.tokens_RD. Raises ConfigError on an unknown activation."""
+        """Returns y_SD in batch.dtype. Raises ConfigError on an unknown activation."""
         gate_up, down = gemm_shapes(batch, weights, self.gpu)
-        tuned = self._tuned(weights, batch.tokens_RD.dtype)
+        tuned = self._tuned(weights, batch.dtype)
         configs = (
             choose_config(gate_up, self.gpu, self.deterministic, tuned.gate_up if tuned else None),
             choose_config(down, self.gpu, self.deterministic, tuned.down if tuned else None),
@@ -105,7 +107,7 @@ def table_dtype(weights: ExpertWeights, dtype: torch.dtype) -> str | None:
 def gemm_shapes(batch: ExpertBatch, weights: ExpertWeights, gpu: Gpu) -> tuple[GemmShape, GemmShape]:
     """Of the gate/up and the down product."""
     num_slots, hidden, inner = weights.down_pDF.shape
-    x_bytes = _payload(batch.tokens_RD.dtype, weights, gpu).itemsize
+    x_bytes = _payload(batch.dtype, weights, gpu).itemsize
     common = (batch.tokens_RD.shape[0], batch.row_index_S.shape[0], num_slots)
     types = (x_bytes, weights.down_pDF.dtype.itemsize, _scheme(weights))
     return (
@@ -117,25 +119,25 @@ def gemm_shapes(batch: ExpertBatch, weights: ExpertWeights, gpu: Gpu) -> tuple[G
 def compute_experts(
     batch: ExpertBatch, weights: ExpertWeights, configs: tuple[GroupedGemmConfig, GroupedGemmConfig], gpu: Gpu
 ) -> torch.Tensor:
-    """y_SD in the dtype of batch.tokens_RD, with these tiles for gate/up and down (cut to what fits). A tuner times this."""
+    """y_SD in batch.dtype, with these tiles for gate/up and down (cut to what fits). A tuner times this."""
     problem = expert_activation_problem(weights.activation)
     if problem is not None:
         raise ConfigError(problem)
-    tokens_RD, num_rows = batch.tokens_RD, batch.row_index_S.shape[0]
+    num_rows, dtype = batch.row_index_S.shape[0], batch.dtype
     num_slots, hidden, inner = weights.down_pDF.shape
-    y_SD = tokens_RD.new_empty(num_rows, hidden)
+    y_SD = batch.tokens_RD.new_empty(num_rows, hidden, dtype=dtype)
     if 0 in (num_rows, num_slots, hidden, inner):
         return y_SD.zero_()
     shapes = gemm_shapes(batch, weights, gpu)
     first, second = (fit(c, s, gpu) for c, s in zip(configs, shapes, strict=True))
-    payload = _payload(tokens_RD.dtype, weights, gpu)
+    payload = _payload(dtype, weights, gpu)
     rounds = weights.scheme is not None and weights.quantize_activations
-    x = _rounded(tokens_RD, weights, payload) if rounds else _Rows(tokens_RD)
+    x = _tokens(batch, weights, payload)
     # The epilogue can round h itself where a tile holds just one scale group of a row.
     fused = rounds and _scheme(weights) == "fp8_block" and first.block_n // shapes[0].parts == GROUP
     h = _Rows(
-        tokens_RD.new_empty(num_rows, inner, dtype=payload if fused else tokens_RD.dtype),
-        tokens_RD.new_empty(num_rows, -(-inner // GROUP), dtype=torch.float32) if fused else None,
+        y_SD.new_empty(num_rows, inner, dtype=payload if fused else dtype),
+        y_SD.new_empty(num_rows, -(-inner // GROUP), dtype=torch.float32) if fused else None,
     )
     block_map = _block_map(batch.num_rows_p, num_rows, first)
     gate_up = _Product(
@@ -160,6 +162,11 @@ class _Rows:
     values: torch.Tensor
     scale: torch.Tensor | None = None
     index_S: torch.Tensor | None = None
+
+    @property
+    def scale_stride(self) -> int:
+        """From a row's scales to the next one's."""
+        return 0 if self.scale is None else self.scale.stride(0)
 
 
 @dataclass(frozen=True)
@@ -198,19 +205,22 @@ def _block_map(num_rows_p: torch.Tensor, num_rows: int, config: GroupedGemmConfi
     return _BlockMap(tiles_5C, num_tiles_1, capacity)
 
 
+def _tokens(batch: ExpertBatch, weights: ExpertWeights, payload: torch.dtype) -> _Rows:
+    """The token rows as they enter the first product."""
+    if weights.scheme is None or not weights.quantize_activations:
+        return _Rows(wide_tokens(batch, batch.dtype))
+    if batch.scales is not None and weights.scheme.name == "fp8_block":
+        return _Rows(batch.tokens_RD.to(payload), batch.scales.scale_RG)
+    return _rounded(wide_tokens(batch, batch.dtype), weights, payload)
+
+
 def _rounded(x: torch.Tensor, weights: ExpertWeights, payload: torch.dtype) -> _Rows:
     """Rows through FP8: per group of 128 for block scales, else per row. Values are FP8, or e4m3 values in `payload`."""
-    from moe_runtime.experts.triton_grouped_kernels import quantize_rows
-
     rows, width = x.shape
-    group, block = (GROUP, GROUP) if _scheme(weights) == "fp8_block" else (width, 1024)
+    group = GROUP if _scheme(weights) == "fp8_block" else width
     values = x.new_empty(rows, width, dtype=payload)
     scale = x.new_empty(rows, -(-width // group), dtype=torch.float32)
-    if rows:
-        block_m = 16 if group == GROUP else 1
-        quantize_rows[(-(-rows // block_m), scale.shape[1])](
-            x, values, scale, rows, width, group, x.stride(0), BM=block_m, BLOCK=block
-        )
+    quantize_rows(x, values, scale, group)
     return _Rows(values, scale)
 
 
@@ -235,7 +245,8 @@ def _multiply(
     if shape.scheme is not None and not gpu.has_fp8:
         matrix = matrix.view(torch.uint8)
     w_tma = config.use_tma and _descriptor_fits(matrix)
-    x_tma = config.use_tma and x.index_S is None and _descriptor_fits(x.values)
+    x_tma = config.use_tma and (x.index_S is None or gpu.gathers) and _descriptor_fits(x.values)
+    x_gather = x_tma and x.index_S is not None
     epilogue: dict[str, Any] = {
         "SCHEME": shape.scheme or "none", "ACT": product.activation, "LIMIT": product.limit, "PARTS": parts,
         "QUANTIZE": quantize,
@@ -247,19 +258,19 @@ def _multiply(
     )
     capacity = block_map.capacity * tiles_n * config.split_k
     grouped_gemm[(min(capacity, gpu.num_sms * programs_per_sm(config, shape, gpu)),)](
-        _descriptor(x.values, config.block_m, config.block_k) if x_tma else x.values,
+        _descriptor(x.values, 1 if x_gather else config.block_m, config.block_k) if x_tma else x.values,
         x.scale,
         _descriptor(matrix, columns, config.block_k) if w_tma else matrix,
         product.scale, product.bias, target, out.scale, x.index_S, block_map.tiles_5C, block_map.num_tiles_1,
-        shape.num_out, shape.num_in, x.values.stride(0), block_map.capacity, shape.num_rows,
+        shape.num_out, shape.num_in, x.values.stride(0), x.scale_stride, block_map.capacity, shape.num_rows,
         **epilogue, BM=config.block_m, BN=columns, BK=config.block_k, SWAP_AB=config.swap_ab, SPLIT_K=config.split_k,
-        X_TMA=x_tma, W_TMA=w_tma, EVEN_K=shape.num_in % config.block_k == 0,
+        X_TMA=x_tma, X_GATHER=x_gather, W_TMA=w_tma, EVEN_K=shape.num_in % config.block_k == 0,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if config.split_k > 1:
         reduce_splits[(block_map.capacity, tiles_n)](
             target, x.scale, product.scale, product.bias, out.values, out.scale, x.index_S, block_map.tiles_5C,
-            block_map.num_tiles_1, shape.num_out, block_map.capacity, shape.num_rows,
+            block_map.num_tiles_1, shape.num_out, x.scale_stride, block_map.capacity, shape.num_rows,
             **epilogue, BM=config.block_m, BN=columns, SPLIT_K=config.split_k, num_warps=config.num_warps,
         )  # fmt: skip
 

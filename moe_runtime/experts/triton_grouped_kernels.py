@@ -1,4 +1,4 @@
-"""Grouped GEMM of experts in Triton: one kernel for both products, with its block map, split-K reduction and FP8 rounding.
+"""Grouped GEMM of experts in Triton: one kernel for both products, with its block map and split-K reduction.
 
 Legend: x rows times the weights of their slot, [slot, part, N, K]; parts are gate and up, or one alone. A tile is BM expert rows of
 one slot by BN columns of every part. Suffix-free names of tiles: x (BM, BK), w (BN, BK), accumulators (BM, BN), or
@@ -55,15 +55,15 @@ def build_block_map(
 @jit
 def grouped_gemm(
     x, x_scale_ptr, w, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, row_index_ptr, map_ptr, num_tiles_ptr,
-    N, K, x_stride, capacity, num_rows,
+    N, K, x_stride, x_scale_stride, capacity, num_rows,
     SCHEME: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, PARTS: tl.constexpr, QUANTIZE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr, SPLIT_K: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, EVEN_K: tl.constexpr,
+    X_TMA: tl.constexpr, X_GATHER: tl.constexpr, W_TMA: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """out[row] = act(x[row_index[row]] @ w[slot].T + bias), FP8 with scales if QUANTIZE; or, split, partial sums in float32.
 
     Persistent: any number of programs share the tiles. Order: all column tiles of a group of row tiles, the group's row
-    tiles innermost, so that programs that run together read the same weights. x, w: pointers, or descriptors if *_TMA.
+    tiles innermost, so that programs that run together read the same weights. x, w: pointers, or descriptors if *_TMA, of single rows if X_GATHER.
     """
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(tl.cdiv(K, BK), SPLIT_K)
@@ -81,14 +81,14 @@ def grouped_gemm(
         source = _source_rows(row_index_ptr, row, end_row)
         gate, up = _products(
             x, x_scale_ptr, w, w_scale_ptr, source, first_row, slot, col, split * steps * BK, tl.minimum((split + 1) * steps * BK, K),
-            N, K, x_stride, SCHEME, PARTS, BM, BN, BK, SWAP_AB, X_TMA, W_TMA, EVEN_K,
+            N, K, x_stride, x_scale_stride, SCHEME, PARTS, BM, BN, BK, SWAP_AB, X_TMA, X_GATHER, W_TMA, EVEN_K,
         )  # fmt: skip
         if SWAP_AB:
             gate, up = gate.T, up.T
         if SPLIT_K == 1:
             _finish(
                 gate, up, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, row, end_row, source, slot, col, N,
-                SCHEME, ACT, LIMIT, PARTS, QUANTIZE, BN,
+                x_scale_stride, SCHEME, ACT, LIMIT, PARTS, QUANTIZE, BN,
             )  # fmt: skip
         else:
             column = col + tl.arange(0, BN)
@@ -101,7 +101,7 @@ def grouped_gemm(
 @jit
 def reduce_splits(
     partial_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, row_index_ptr, map_ptr, num_tiles_ptr,
-    N, capacity, num_rows,
+    N, x_scale_stride, capacity, num_rows,
     SCHEME: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, PARTS: tl.constexpr, QUANTIZE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
@@ -124,32 +124,8 @@ def reduce_splits(
                 up += tl.load(at, mask=ok, other=0.0)
         _finish(
             gate, up, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, row, end_row,
-            _source_rows(row_index_ptr, row, end_row), slot, col, N, SCHEME, ACT, LIMIT, PARTS, QUANTIZE, BN,
+            _source_rows(row_index_ptr, row, end_row), slot, col, N, x_scale_stride, SCHEME, ACT, LIMIT, PARTS, QUANTIZE, BN,
         )  # fmt: skip
-
-
-@jit
-def quantize_rows(
-    x_ptr, q_ptr, scale_ptr, num_rows, num_in, group, x_stride, BM: tl.constexpr, BLOCK: tl.constexpr
-):
-    """quantization.quantize_rows: program (i, g) rounds group g of BM rows; q holds FP8, or its values in a wider type."""
-    row = tl.program_id(0) * BM + tl.arange(0, BM)
-    begin = tl.program_id(1) * group
-    end = tl.minimum(begin + group, num_in)
-    largest = tl.zeros((BM,), tl.float32)
-    for k in range(begin, end, BLOCK):
-        at = k + tl.arange(0, BLOCK)
-        ok = (row < num_rows)[:, None] & (at < end)[None, :]
-        v = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + at[None, :], mask=ok, other=0.0)
-        largest = tl.maximum(largest, tl.max(tl.abs(v.to(tl.float32)), 1))
-    scale = scale_of(largest)
-    tl.store(scale_ptr + row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1), scale, mask=row < num_rows)
-    for k in range(begin, end, BLOCK):
-        at = k + tl.arange(0, BLOCK)
-        ok = (row < num_rows)[:, None] & (at < end)[None, :]
-        v = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + at[None, :], mask=ok, other=0.0)
-        q = to_e4m3(v.to(tl.float32) / scale[:, None], q_ptr.dtype.element_ty)
-        tl.store(q_ptr + row.to(tl.int64)[:, None] * num_in + at[None, :], q, mask=ok)
 
 
 @jit
@@ -164,9 +140,9 @@ def _source_rows(row_index_ptr, row, end_row):
 
 @jit
 def _products(
-    x, x_scale_ptr, w, w_scale_ptr, source, first_row, slot, col, k_begin, k_end, N, K, x_stride,
+    x, x_scale_ptr, w, w_scale_ptr, source, first_row, slot, col, k_begin, k_end, N, K, x_stride, x_scale_stride,
     SCHEME: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, EVEN_K: tl.constexpr,
+    X_TMA: tl.constexpr, X_GATHER: tl.constexpr, W_TMA: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """Sums over k of x * w for every part of one tile (up is 0 for one part), block scales applied."""
     SHAPE: tl.constexpr = (BN, BM) if SWAP_AB else (BM, BN)
@@ -175,15 +151,15 @@ def _products(
     # Columns beyond N read the first ones instead; nothing of them is stored.
     column = (col + tl.arange(0, BN)) % N
     for k in range(k_begin, k_end, BK):
-        x_tile = _tile(x, source, first_row, k, K, x_stride, BK, X_TMA, EVEN_K)
+        x_tile = _tile(x, source, first_row, k, K, x_stride, BK, X_TMA, X_GATHER, EVEN_K)
         for part in tl.static_range(PARTS):
             w_first = (slot * PARTS + part) * N
-            w_tile = _tile(w, w_first.to(tl.int64) + column, w_first + col, k, K, K, BK, W_TMA, EVEN_K)
+            w_tile = _tile(w, w_first.to(tl.int64) + column, w_first + col, k, K, K, BK, W_TMA, False, EVEN_K)
             if SCHEME == "fp8_block":
                 at = ((slot * PARTS + part) * tl.cdiv(N, GROUP) + col // GROUP) * tl.cdiv(K, GROUP)
                 scale = tl.load(w_scale_ptr + at + k // GROUP)
                 if x_scale_ptr is not None:
-                    scale = scale * tl.load(x_scale_ptr + source * tl.cdiv(K, GROUP) + k // GROUP)
+                    scale = scale * tl.load(x_scale_ptr + source * x_scale_stride + k // GROUP)
                     scale = scale[None, :] if SWAP_AB else scale[:, None]
                 product = _dot(x_tile, w_tile, tl.zeros(SHAPE, tl.float32), BK, SWAP_AB) * scale
                 if part == 0:
@@ -198,9 +174,13 @@ def _products(
 
 
 @jit
-def _tile(source, rows, first_row, k, K, stride, BK: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr):
-    """(rows, BK) values from k on, 0 beyond K. TMA: consecutive rows from first_row on."""
-    if TMA:
+def _tile(
+    source, rows, first_row, k, K, stride, BK: tl.constexpr, TMA: tl.constexpr, GATHER: tl.constexpr, EVEN_K: tl.constexpr
+):  # fmt: skip
+    """(rows, BK) values from k on, 0 beyond K. TMA: consecutive rows from first_row on, or `rows` with GATHER."""
+    if GATHER:
+        tile = source.gather(rows.to(tl.int32), k)
+    elif TMA:
         tile = source.load([first_row, k])
     else:
         at = k + tl.arange(0, BK)
@@ -230,7 +210,7 @@ def _dot(x, w, total, BK: tl.constexpr, SWAP_AB: tl.constexpr):
 
 @jit
 def _finish(
-    gate, up, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, row, end_row, source, slot, col, N,
+    gate, up, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, out_scale_ptr, row, end_row, source, slot, col, N, x_scale_stride,
     SCHEME: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, PARTS: tl.constexpr, QUANTIZE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Row and column scales, bias, activation, and the store of the rows before end_row."""
@@ -238,7 +218,7 @@ def _finish(
     inside = column < N
     weight_row = slot * PARTS * N + column
     if x_scale_ptr is not None and SCHEME != "fp8_block":
-        row_scale = tl.load(x_scale_ptr + source)[:, None]
+        row_scale = tl.load(x_scale_ptr + source * x_scale_stride)[:, None]
         gate, up = gate * row_scale, up * row_scale
     if SCHEME == "fp8_channel":
         gate = gate * tl.load(w_scale_ptr + weight_row, mask=inside, other=0.0)[None, :]

@@ -151,23 +151,24 @@ def _filled(rows: torch.Tensor, size: int) -> torch.Tensor:
     return filled
 
 
-def row_dependence(weight_OI: torch.Tensor) -> str | None:
-    """Whether this machine's library breaks the rule for products with a weight of this shape and type: None, or how.
+def row_dependence(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], weight_OI: torch.Tensor
+) -> str | None:
+    """Whether product(x, weight) breaks the rule here, for a weight of this shape and type: None, or how.
 
     Compares a random tile of the largest row count with the same rows permuted and in the other row counts.
     """
     draw = torch.Generator().manual_seed(0)
-    x_nI = torch.randn(ROW_TILES[0], weight_OI.shape[1], generator=draw).to(weight_OI.dtype)
-    order = torch.randperm(ROW_TILES[0], generator=draw)
-    with one_thread():
-        for first in {0, (weight_OI.shape[0] - 1) // COLUMN_TILE * COLUMN_TILE}:
-            part = weight_OI[first : first + COLUMN_TILE]
-            whole = _tile_product(x_nI, part, None)
-            for size in ROW_TILES:
-                tiles = [_filled(rows, size) for rows in torch.split(x_nI[order], size)]
-                if not torch.equal(torch.cat([_tile_product(t, part, None) for t in tiles]), whole[order]):
-                    return (
-                        f"products of {size} rows with a {weight_OI.dtype} weight of {tuple(weight_OI.shape)} depend on"
-                        " more than the row on this machine"
-                    )
+    x_nI = torch.randn(ROW_TILES[0], weight_OI.shape[1], generator=draw).to(weight_OI.device, weight_OI.dtype)
+    order = torch.randperm(ROW_TILES[0], generator=draw).to(weight_OI.device)
+    for first in {0, (weight_OI.shape[0] - 1) // COLUMN_TILE * COLUMN_TILE}:
+        part = weight_OI[first : first + COLUMN_TILE]
+        whole = product(x_nI, part)
+        for size in ROW_TILES:
+            tiles = torch.cat([product(rows, part) for rows in torch.split(x_nI[order], size)])
+            if not torch.equal(tiles, whole[order]):
+                return (
+                    f"products of {size} rows with a {weight_OI.dtype} weight of {tuple(weight_OI.shape)} depend on"
+                    " more than the row on this machine"
+                )
     return None

@@ -1,7 +1,7 @@
 """Layer operations as Triton kernels: each one pass over its operands, with no intermediate in memory.
 
-Matrix products stay with torch (cuBLAS, hipBLAS). Results are those of `TorchOps` up to the order of float32 sums: everything is
-rounded where torch rounds it. A row's bits do not depend on the other rows.
+Results are those of `TorchOps` up to the order of float32 sums: everything is rounded where torch rounds it. A row's bits do not
+depend on the other rows; in matrix products, which otherwise stay with torch (cuBLAS, hipBLAS), only if `deterministic`.
 Legend: T tokens, D hidden, F intermediate.
 """
 
@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from moe_runtime.errors import ConfigError
+from moe_runtime.layers import invariant, triton_dense
 from moe_runtime.layers.activation import activation_problem
-from moe_runtime.quantization import FP8, GROUP
 from moe_runtime.triton_support.availability import triton_problem
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ class TritonOps:
 
     name = "triton"
 
+    def __init__(self, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+
     @staticmethod
     def supports(device_type: str, dtype: torch.dtype, activation: str) -> str | None:
         """None if it can serve a model of this dtype and dense activation, else why not."""
@@ -38,12 +41,12 @@ class TritonOps:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See LayerOps."""
-        return F.linear(x, weight, bias)
+        return (triton_dense.linear if self.deterministic else F.linear)(x, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See LayerOps. x may be a view whose rows lie apart, such as the heads of one fused projection."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _norm(x, None, weight, eps, None, out, None)
+        _norm(x, None, weight, eps, None, out)
         return out
 
     def add_rms_norm(
@@ -51,12 +54,12 @@ class TritonOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See LayerOps."""
         total_TD, out_TD = (torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) for _ in range(2))
-        _norm(x_TD, delta_TD, weight, eps, total_TD, out_TD, None)
+        _norm(x_TD, delta_TD, weight, eps, total_TD, out_TD)
         return total_TD, out_TD
 
     def elementwise(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """See LayerOps."""
-        return function(x)
+        return invariant.elementwise(function, x) if self.deterministic else function(x)
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """See LayerOps. Raises ConfigError for an activation that is not one of `layers.activation.ACTIVATIONS`."""
@@ -78,22 +81,6 @@ class TritonOps:
         return out
 
 
-def add_rms_norm_fp8(
-    x_TD: torch.Tensor, delta_TD: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x + delta, and its norm as FP8 (T, D) with float32 scales (T, ceil(D / 128)), in one pass.
-
-    The same as `quantization.quantize_rows` of TritonOps.add_rms_norm: what FP8 experts and FP8 dispatch take. On NVIDIA GPUs it
-    needs sm_89 or later.
-    """
-    tokens, hidden = x_TD.shape
-    total_TD = torch.empty((tokens, hidden), dtype=x_TD.dtype, device=x_TD.device)
-    payload_TD = torch.empty((tokens, hidden), dtype=FP8, device=x_TD.device)
-    scale = torch.empty((tokens, -(-hidden // GROUP)), dtype=torch.float32, device=x_TD.device)
-    _norm(x_TD, delta_TD, weight, eps, total_TD, payload_TD, scale)
-    return total_TD, payload_TD, scale
-
-
 def _norm(
     x: torch.Tensor,
     delta_TD: torch.Tensor | None,
@@ -101,7 +88,6 @@ def _norm(
     eps: float,
     total_TD: torch.Tensor | None,
     out: torch.Tensor,
-    scale: torch.Tensor | None,
 ) -> None:
     from moe_runtime.layers.triton_ops_kernels import rms_norm
 
@@ -114,13 +100,13 @@ def _norm(
         outer_stride = rows.stride(0)
     delta = rows if delta_TD is None else _as_rows(delta_TD)
     width = x.shape[-1]
-    tile = max(_power_of_two(width), GROUP if scale is not None else 1)
+    tile = _power_of_two(width)
     height = max(1, TILE // 4 // tile)
     num_rows = x.numel() // width
     rms_norm[(-(-num_rows // height),)](
-        rows, delta, weight, out if total_TD is None else total_TD, out, out if scale is None else scale,
+        rows, delta, weight, out if total_TD is None else total_TD, out,
         num_rows, outer_stride, inner_stride, delta.stride(0), eps,
-        INNER=inner, D=width, DP=tile, BR=height, ADD=delta_TD is not None, QUANTIZE=scale is not None,
+        INNER=inner, D=width, DP=tile, BR=height, ADD=delta_TD is not None,
         num_warps=min(16, max(4, tile * height // 512)),
     )  # fmt: skip
 

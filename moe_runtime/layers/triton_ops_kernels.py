@@ -7,33 +7,16 @@ import triton.language as tl
 
 from moe_runtime.triton_support import jit
 from moe_runtime.triton_support.activation_kernels import activate
-from moe_runtime.triton_support.fp8_kernels import scale_of, to_e4m3
-
-GROUP = tl.constexpr(128)
-
-
-@jit
-def _quantize(x, payload_ptr, scale_ptr, row, live, D: tl.constexpr, BR: tl.constexpr, DP: tl.constexpr):
-    """Rows x (BR, DP) as FP8 with a float32 scale per GROUP values, as of quantization.quantize_rows."""
-    GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
-    x = tl.reshape(x, (BR, DP // GROUP, GROUP))
-    scale = scale_of(tl.max(tl.abs(x), 2))
-    x = tl.div_rn(x, tl.broadcast_to(scale[:, :, None], (BR, DP // GROUP, GROUP)))
-    column = tl.arange(0, DP)[None, :]
-    payload = to_e4m3(tl.reshape(x, (BR, DP)), payload_ptr.dtype.element_ty)
-    tl.store(payload_ptr + row[:, None] * D + column, payload, mask=live[:, None] & (column < D))
-    group = tl.arange(0, DP // GROUP)[None, :]
-    tl.store(scale_ptr + row[:, None] * GROUPS + group, scale, mask=live[:, None] & (group < GROUPS))
 
 
 @jit(do_not_specialize=["num_rows"])
 def rms_norm(
-    x_ptr, delta_ptr, weight_ptr, total_ptr, out_ptr, scale_ptr, num_rows, stride_outer, stride_inner, delta_stride, eps,
-    INNER: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, ADD: tl.constexpr, QUANTIZE: tl.constexpr,
+    x_ptr, delta_ptr, weight_ptr, total_ptr, out_ptr, num_rows, stride_outer, stride_inner, delta_stride, eps,
+    INNER: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BR: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(num_rows / BR)). Row r is at x + r // INNER * stride_outer + r % INNER * stride_inner; results are contiguous.
 
-    ADD: delta is added to x first, and the sum written to total. QUANTIZE: out is FP8 and scale its scales.
+    ADD: delta is added to x first, and the sum written to total.
     """
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     live = row < num_rows
@@ -52,10 +35,7 @@ def rms_norm(
     weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)
     # Rounded before and after the weight, as torch does it step by step.
     out = (normed.to(dtype).to(tl.float32) * weight).to(dtype)
-    if QUANTIZE:
-        _quantize(out.to(tl.float32), out_ptr, scale_ptr, row, live, D, BR, DP)
-    else:
-        tl.store(out_ptr + row[:, None] * D + column, out, mask=inside)
+    tl.store(out_ptr + row[:, None] * D + column, out, mask=inside)
 
 
 @jit(do_not_specialize=["num_rows"])

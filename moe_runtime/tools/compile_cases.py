@@ -3,14 +3,13 @@
 A case calls a launcher as a step of a real model would. Tensors are on the CPU and uninitialised; nothing reads them, so large
 ones cost no memory. To add a kernel, add its cases here and its budgets with `compile_check --update`.
 
-Legend: T tokens, E experts, K experts per token, p slots per rank, R token rows, S expert rows, D hidden, F expert
-intermediate size.
+Legend: T tokens, E experts, K experts per token, D hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,18 +17,19 @@ import torch
 from moe_runtime.attention.base import AttentionSpec
 from moe_runtime.attention.kv_cache import KVCache
 from moe_runtime.attention.triton_paged import TritonPagedAttention
-from moe_runtime.core import DispatchPlan, ExpertBatch, ForwardBatch
+from moe_runtime.core import DispatchPlan, ForwardBatch
 from moe_runtime.dispatch import triton_grouping
+from moe_runtime.dispatch.fp8_payload import pack_rows
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided_network import NvshmemNetwork
 from moe_runtime.dispatch.triton_one_sided_virtual import VirtualHeap
 from moe_runtime.experts import triton_router
-from moe_runtime.experts.base import ExpertWeights
 from moe_runtime.experts.router import RoutingMethod
-from moe_runtime.experts.triton_grouped import TritonExperts
 from moe_runtime.layers.rope import Rotation
-from moe_runtime.layers.triton_ops import TritonOps, add_rms_norm_fp8
-from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, QuantScheme
+from moe_runtime.layers.triton_ops import TritonOps
+from moe_runtime.quantization import FP8
+from moe_runtime.tools.compile_expert_cases import expert_launches
+from moe_runtime.triton_support.fp8_rows import quantize_rows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -49,10 +49,12 @@ def all_cases(nvshmem: str | None) -> list[Case]:
     cases = [
         *router_cases(),
         *grouping_cases(),
-        *expert_cases(),
+        *[Case(name, launch) for name, launch in expert_launches()],
         *one_sided_cases(nvshmem or ""),
         *attention_cases(),
         *layer_cases(),
+        *dense_cases(),
+        *payload_cases(),
     ]
     assert len({case.name for case in cases}) == len(cases)
     return cases
@@ -106,83 +108,6 @@ def grouping_cases() -> list[Case]:
 
 def _group(num_tokens: int) -> None:
     triton_grouping.group_pairs(torch.empty(num_tokens, 8, dtype=torch.int64), 32)
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A rank's experts of one layer."""
-
-    p: int
-    D: int
-    F: int
-    K: int
-    """Of the model: S = R * K is what arrives at most."""
-    dtype: torch.dtype = BF16
-    activation: str = "silu"
-    limit: float | None = None
-    scheme: QuantScheme | None = None
-    rounds: bool = False
-    """Whether activations are FP8 too."""
-    biases: bool = False
-
-
-def expert_cases() -> list[Case]:
-    """bf16 and the FP8 formats over three models' shapes; then what else the kernels distinguish."""
-    qwen = Experts(128, 2048, 768, 8)
-    deepseek = Experts(32, 7168, 2048, 8)
-    rows = {"decode": 8, "batch": 256, "prefill": 8192}
-    everything, ends = tuple(rows), ("decode", "prefill")
-    shapes = {
-        "Qwen3-30B-A3B bf16": (qwen, ends),
-        "Mixtral-8x7B bf16": (Experts(8, 4096, 14336, 2), ends),
-        "DeepSeek-V3 EP8 bf16": (deepseek, everything),
-        "DeepSeek-V3 EP8 fp8_block": (replace(deepseek, scheme=FP8_BLOCK, rounds=True), everything),
-        "Qwen3-30B-A3B fp8_block": (replace(qwen, scheme=FP8_BLOCK, rounds=True), ends),
-        "Qwen3-30B-A3B fp8_channel": (replace(qwen, scheme=FP8_CHANNEL, rounds=True), ends),
-        "Qwen3-30B-A3B fp8_tensor": (replace(qwen, scheme=FP8_TENSOR, rounds=True), ends),
-        "Qwen3-30B-A3B fp8_block W8A16": (replace(qwen, scheme=FP8_BLOCK), ends),
-        "gpt-oss-120b bf16": (
-            Experts(128, 2880, 2880, 4, activation="swiglu_oai", limit=7.0, biases=True),
-            ("prefill",),
-        ),
-        "Qwen3-30B-A3B fp16": (replace(qwen, dtype=FP16), ("prefill",)),
-        "Qwen3-30B-A3B fp32": (replace(qwen, dtype=FP32), ("prefill",)),
-        "Nemotron-H bf16 relu2": (Experts(128, 2688, 1856, 6, activation="relu2"), ("prefill",)),
-    }
-    cases = [
-        Case(f"experts {name} {phase}", partial(_experts, shape, rows[phase]))
-        for name, (shape, phases) in shapes.items()
-        for phase in phases
-    ]
-    cases += [
-        Case(f"experts {name} deterministic", partial(_experts, shapes[name][0], 256, True))
-        for name in ("Qwen3-30B-A3B bf16", "Qwen3-30B-A3B fp8_block")
-    ]
-    return cases
-
-
-def _experts(shape: Experts, num_rows: int, deterministic: bool = False) -> None:
-    parts = 1 if shape.activation == "relu2" else 2
-    stored = shape.dtype if shape.scheme is None else FP8
-    scales = shape.scheme.scale_shape if shape.scheme is not None else None
-    weights = ExpertWeights(
-        gate_up_pFD=torch.empty(shape.p, parts * shape.F, shape.D, dtype=stored),
-        down_pDF=torch.empty(shape.p, shape.D, shape.F, dtype=stored),
-        activation=shape.activation,
-        activation_limit=shape.limit,
-        gate_up_bias_pF=torch.empty(shape.p, parts * shape.F, dtype=shape.dtype) if shape.biases else None,
-        down_bias_pD=torch.empty(shape.p, shape.D, dtype=shape.dtype) if shape.biases else None,
-        scheme=shape.scheme,
-        gate_up_scale=torch.empty(shape.p, parts, *scales(shape.F, shape.D)) if scales else None,
-        down_scale=torch.empty(shape.p, *scales(shape.D, shape.F)) if scales else None,
-        quantize_activations=shape.rounds,
-    )
-    batch = ExpertBatch(
-        tokens_RD=torch.empty(num_rows, shape.D, dtype=shape.dtype),
-        row_index_S=torch.empty(num_rows * shape.K, dtype=torch.int64),
-        num_rows_p=torch.empty(shape.p, dtype=torch.int64),
-    )
-    TritonExperts(torch.device("cpu"), deterministic)(batch, weights)
 
 
 def one_sided_cases(library: str) -> list[Case]:
@@ -279,8 +204,8 @@ def _attention(
 
 
 def layer_cases() -> list[Case]:
-    """Norms over hidden states and heads, the same with FP8 behind it, the dense activation."""
-    cases = [
+    """Norms over hidden states and heads, the dense activation."""
+    return [
         Case(f"layers {name}", partial(_layers, hidden, dtype))
         for name, hidden, dtype in (
             ("D=2048 bf16", 2048, BF16),
@@ -289,7 +214,6 @@ def layer_cases() -> list[Case]:
             ("D=2048 fp32", 2048, FP32),
         )
     ]
-    return [*cases, Case("layers D=7168 bf16 to fp8", partial(_norm_to_fp8, 7168))]
 
 
 def _layers(hidden: int, dtype: torch.dtype) -> None:
@@ -301,6 +225,31 @@ def _layers(hidden: int, dtype: torch.dtype) -> None:
     ops.gated_activation(x, "silu")
 
 
-def _norm_to_fp8(hidden: int) -> None:
-    x = torch.empty(64, hidden, dtype=BF16)
-    add_rms_norm_fp8(x, x, torch.empty(hidden, dtype=BF16), 1e-6)
+def dense_cases() -> list[Case]:
+    """Dense products under --deterministic: tiles for many and few outputs, and a gate's one."""
+    weights = {
+        "qkv 5120 x 2048 bf16": (5120, 2048, BF16),
+        "head 151936 x 2048 bf16": (151936, 2048, BF16),
+        "gate 1 x 2048 bf16": (1, 2048, BF16),
+        "out 2048 x 2880 bf16": (2048, 2880, BF16),
+        "qkv 5120 x 2048 fp16": (5120, 2048, FP16),
+        "qkv 5120 x 2048 fp32": (5120, 2048, FP32),
+    }
+    return [Case(f"dense {name}", partial(_dense, *weight)) for name, weight in weights.items()]
+
+
+def _dense(num_out: int, num_in: int, dtype: torch.dtype) -> None:
+    weight, bias = torch.empty(num_out, num_in, dtype=dtype), torch.empty(num_out, dtype=dtype)
+    TritonOps(deterministic=True).linear(torch.empty(64, num_in, dtype=dtype), weight, bias)
+
+
+def payload_cases() -> list[Case]:
+    """Rows rounded to FP8 before they travel."""
+    return [
+        Case(f"payload D={hidden} {name} to fp8", partial(_to_fp8, hidden, dtype))
+        for hidden, name, dtype in ((2048, "bf16", BF16), (7168, "bf16", BF16), (2048, "fp16", FP16))
+    ]
+
+
+def _to_fp8(hidden: int, dtype: torch.dtype) -> None:
+    pack_rows(torch.empty(64, hidden, dtype=dtype), quantize_rows)

@@ -62,6 +62,11 @@ def target_arch(device: torch.device) -> int | str:
     return arch
 
 
+def has_fp8(arch: int | str) -> bool:
+    """Whether Triton converts to and from e4m3 on an architecture, as of `target_arch`."""
+    return arch >= 89 if isinstance(arch, int) else True
+
+
 def _properties(device: torch.device) -> dict[str, Any]:
     # The driver's own, not torch.cuda's: a stand-in driver compiles kernels for devices that are not there.
     from triton.runtime import driver

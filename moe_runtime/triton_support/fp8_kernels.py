@@ -31,3 +31,30 @@ def decode_e4m3(bits, TYPE: tl.constexpr):
     """The value of e4m3 bytes without hardware support: as float16 bits they are 2^8 too small. NaN is not kept."""
     half = ((bits & 0x80).to(tl.uint16) << 8) | ((bits & 0x7F).to(tl.uint16) << 7)
     return (half.to(tl.float16, bitcast=True) * 256.0).to(TYPE)
+
+
+@jit
+def quantize_rows(
+    x_ptr, q_ptr, scale_ptr, num_rows, num_in, group, x_stride, q_stride, scale_stride, BM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """quantization.quantize_rows: program (i, g) rounds group g of BM rows; q holds FP8, or its values in a wider type."""
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    live = row < num_rows
+    row = row.to(tl.int64)
+    begin = tl.program_id(1) * group
+    end = tl.minimum(begin + group, num_in)
+    largest = tl.zeros((BM,), tl.float32)
+    for k in range(begin, end, BLOCK):
+        at = k + tl.arange(0, BLOCK)
+        ok = live[:, None] & (at < end)[None, :]
+        v = tl.load(x_ptr + row[:, None] * x_stride + at[None, :], mask=ok, other=0.0)
+        largest = tl.maximum(largest, tl.max(tl.abs(v.to(tl.float32)), 1))
+    scale = scale_of(largest)
+    tl.store(scale_ptr + row * scale_stride + tl.program_id(1), scale, mask=live)
+    for k in range(begin, end, BLOCK):
+        at = k + tl.arange(0, BLOCK)
+        ok = live[:, None] & (at < end)[None, :]
+        v = tl.load(x_ptr + row[:, None] * x_stride + at[None, :], mask=ok, other=0.0).to(tl.float32)
+        # Rounded division, as torch has it: whoever rounds a row, it is the same bits.
+        q = to_e4m3(tl.div_rn(v, tl.broadcast_to(scale[:, None], (BM, BLOCK))), q_ptr.dtype.element_ty)
+        tl.store(q_ptr + row[:, None] * q_stride + at[None, :], q, mask=ok)

@@ -16,7 +16,9 @@ from moe_runtime.dispatch.fp8_payload import Fp8Payload, pack_rows, unpack_rows
 from moe_runtime.dispatch.local import LocalDispatcher
 from moe_runtime.dispatch.mailbox import segment_bytes
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
+from moe_runtime.experts.base import wide_tokens
 from moe_runtime.placement.layout import contiguous, layer_placement
+from moe_runtime.quantization import dequantize_rows
 from moe_runtime.topology import all_gather_text
 
 MAX_D, MAX_K = 65, 4
@@ -89,7 +91,7 @@ class Data:
 
     def compute(self, batch: ExpertBatch, rank: int) -> torch.Tensor:
         """The stand-in for the expert kernel: reads tokens by index, slot after slot."""
-        rows = batch.tokens_RD[batch.row_index_S].clone()
+        rows = wide_tokens(batch, batch.dtype)[batch.row_index_S]
         begin = 0
         for slot, count in enumerate(batch.num_rows_p.tolist()):
             if count:
@@ -247,4 +249,6 @@ def make(kind: str, num_ranks: int) -> Any:
 
 def rounded(data: Data) -> Data:
     """The same, with tokens as they are after a journey in FP8."""
-    return replace(data, x=[unpack_rows(pack_rows(x), x.shape[1], x.dtype) for x in data.x])
+    return replace(
+        data, x=[dequantize_rows(*unpack_rows(pack_rows(x), x.shape[1])).to(x.dtype) for x in data.x]
+    )

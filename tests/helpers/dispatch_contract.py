@@ -15,15 +15,21 @@ from moe_runtime.core import ExpertBatch
 from moe_runtime.dispatch.base import Dispatcher
 from moe_runtime.dispatch.checked import CheckedDispatcher
 from moe_runtime.dispatch.rows import Traffic
+from moe_runtime.experts.base import wide_tokens
+from moe_runtime.quantization import FP8
 from tests.helpers.dispatch_cases import TIMEOUT, Case, Data, Expected, expect, make_data, rounded
 
 
 def check_batch(batch: ExpertBatch, data: Data, expected: Expected, kind: str) -> None:
     assert batch.num_rows_p.tolist() == [len(rows) for rows in expected.slot_rows]
-    assert batch.tokens_RD.dtype == data.case.dtype
-    assert batch.tokens_RD.is_contiguous()
+    assert batch.dtype == data.case.dtype
+    if "fp8" in kind:
+        assert batch.tokens_RD.dtype == FP8
+    else:
+        assert batch.tokens_RD.dtype == batch.dtype
+        assert batch.tokens_RD.is_contiguous()
     wanted = [data.x[source][token] for rows in expected.slot_rows for source, token in rows]
-    got = batch.tokens_RD[batch.row_index_S]
+    got = wide_tokens(batch, batch.dtype)[batch.row_index_S]
     assert got.shape[0] == len(wanted)
     if wanted:
         assert torch.equal(got, torch.stack(wanted))

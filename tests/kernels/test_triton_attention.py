@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ DETERMINISTIC = partial(TritonPagedAttention, deterministic=True)
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_paged, "choose_tiles", lambda spec, dtype, arch: SMALL)
-    monkeypatch.setattr(triton_paged, "query_rows", lambda spec, arch: SMALL.query_rows)
+    monkeypatch.setattr(triton_paged, "query_rows", lambda spec, dtype, arch: SMALL.query_rows)
     monkeypatch.setattr(triton_paged, "MERGED_AT_ONCE", 2)
 
 
@@ -162,9 +163,13 @@ def rows_of(case: Case, chosen: list[int], make: type = TritonPagedAttention) ->
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_a_row_has_the_same_bits_whatever_its_neighbours_are(seed: int) -> None:
-    case = Case([(37, 1), (150, 1), (0, 19), (3, 1)], [spec(heads=2, kv_heads=1, dim=16)], 3, BF16)
-    together, alone = rows_of(case, [3, 2, 1, 0]), [rows_of(case, [i]) for i in range(4)]
+@pytest.mark.parametrize("make", [TritonPagedAttention, DETERMINISTIC], ids=["default", "deterministic"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_a_row_has_the_same_bits_whatever_its_neighbours_are(
+    seed: int, dtype: torch.dtype, make: Any
+) -> None:
+    case = Case([(37, 1), (150, 1), (0, 19), (3, 1)], [spec(heads=2, kv_heads=1, dim=16)], 3, dtype)
+    together, alone = rows_of(case, [3, 2, 1, 0], make), [rows_of(case, [i], make) for i in range(4)]
     assert torch.equal(together, torch.cat(alone[::-1]))
 
 
@@ -228,7 +233,7 @@ def test_tiles_fit_together(arch: int | str, dtype: torch.dtype) -> None:
     for layer in (spec(1, 1, 2), spec(32, 4, 128), spec(128, 1, 192), spec(16, 8, 256)):
         tiles = choose_tiles(layer, dtype, arch)
         assert tiles.split % tiles.decode_keys == 0
-        assert tiles.query_rows == triton_paged.query_rows(layer, arch)
+        assert tiles.query_rows == triton_paged.query_rows(layer, dtype, arch)
         assert tiles.query_rows >= layer.num_heads // layer.num_kv_heads
         for side in (tiles.query_rows, tiles.keys, tiles.decode_keys):
             assert side >= 16
@@ -252,8 +257,7 @@ def test_supports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sm_80" in why(good, stored=FP8)
     assert why(good) == "None"
     monkeypatch.setattr(triton_paged, "target_arch", lambda device: 100)
-    assert "sm_100" in why(good, dtype=torch.float32)
-    assert why(good) == why(good, stored=FP8) == "None"
+    assert why(good, dtype=torch.float32) == why(good) == why(good, stored=FP8) == "None"
 
 
 def test_a_cpu_without_the_interpreter_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_runtime.core import ExpertBatch
-from moe_runtime.experts.base import ExpertNeed, ExpertWeights
+from moe_runtime.core import ExpertBatch, RowScales
+from moe_runtime.dispatch.fp8_payload import QuantizeInto, pack_rows, quantize_into, unpack_rows
+from moe_runtime.experts.base import ExpertNeed, ExpertWeights, wide_tokens
+from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.reference import ReferenceExperts
 from moe_runtime.experts.triton_config import Gpu, GroupedGemmConfig
 from moe_runtime.experts.triton_grouped import TritonExperts, compute_experts, gpu_of
 from moe_runtime.layers.activation import ACTIVATIONS, is_gated
-from moe_runtime.quantization import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, QuantScheme
+from moe_runtime.quantization import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, QuantScheme, dequantize_rows
+from moe_runtime.triton_support.fp8_rows import quantize_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -23,6 +26,7 @@ FP8_TOLERANCE = 6e-2
 UNREADABLE = 1 << 50
 SMALL = GroupedGemmConfig(16, 64, 32, group_m=2, num_stages=2)
 OLD_GPU = Gpu(arch=80, num_sms=3, shared_bytes=163 << 10)
+BLACKWELL = Gpu(arch=100, num_sms=3, shared_bytes=227 << 10)
 
 
 def make_weights(
@@ -130,6 +134,23 @@ def test_every_variant(seed: int, config: GroupedGemmConfig, shape: tuple[int, i
     check(run(batch, weights, config), batch, weights)
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="descriptors that fetch rows by index need a Blackwell GPU")
+@pytest.mark.parametrize("scheme", [None, FP8_BLOCK], ids=["bf16", "fp8_block"])
+def test_descriptors_that_gather(seed: int, scheme: QuantScheme | None) -> None:
+    """The same bits as through pointers, also of FP8 rows as they travel."""
+    config, dtype = GroupedGemmConfig(32, 256, 64, use_tma=True), random.choice(list(TOLERANCE))
+    hidden = 512 if scheme else random.choice([256, 208])
+    weights = make_weights(3, hidden, 128, dtype=dtype, scheme=scheme, rounds=scheme is not None)
+    batch = make_batch([0, 35, 2], hidden, dtype, spare=5)
+    for rows in (batch, in_fp8(batch)) if scheme else (batch,):
+        assert rows.tokens_RD.stride(0) * rows.tokens_RD.itemsize % 16 == 0, (
+            "descriptors could not address it"
+        )
+        y, plain = run(rows, weights, config, BLACKWELL), run(rows, weights, replace(config, use_tma=False))
+        check(y, batch, weights)
+        assert torch.equal(y[:37], plain[:37])
+
+
 @pytest.mark.parametrize("gpu", [None, OLD_GPU], ids=["fp8 units", "fp8 as bytes"])
 @pytest.mark.parametrize("rounds", [False, True], ids=["w8a16", "w8a8"])
 @pytest.mark.parametrize("scheme", [FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR], ids=lambda s: s.name)
@@ -151,6 +172,64 @@ def test_fp8_rounded_in_the_epilogue(seed: int, config: GroupedGemmConfig, gpu: 
     weights = make_weights(2, 160, 300, "silu", torch.bfloat16, FP8_BLOCK, rounds=True)
     batch = make_batch([5, 9], 160, torch.bfloat16)
     check(run(batch, weights, config, gpu), batch, weights)
+
+
+def in_fp8(batch: ExpertBatch, quantize: QuantizeInto = quantize_into) -> ExpertBatch:
+    """As a dispatcher with an FP8 payload delivers the rows: views of packed bytes."""
+    values, scale = unpack_rows(pack_rows(batch.tokens_RD, quantize), batch.tokens_RD.shape[1])
+    return replace(batch, tokens_RD=values, scales=RowScales(scale, batch.tokens_RD.dtype))
+
+
+@pytest.mark.parametrize("gpu", [None, OLD_GPU], ids=["fp8 units", "fp8 as bytes"])
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_fp8_tokens_enter_the_product_as_they_are(
+    seed: int, config: GroupedGemmConfig, gpu: Gpu | None
+) -> None:
+    """Bit for bit what the unrounded rows give, which the kernel rounds itself."""
+    hidden, inner = random.choice([(256, 128), (201, 157), (130, 300)])
+    dtype = random.choice(list(TOLERANCE))
+    weights = make_weights(3, hidden, inner, "silu", dtype, FP8_BLOCK, rounds=True)
+    batch = make_batch([7, 0, 18], hidden, dtype)
+    batch.tokens_RD[3, :128] = 0
+    packed = in_fp8(batch)
+    assert not packed.tokens_RD.is_contiguous()
+    y = run(packed, weights, config, gpu)
+    assert y.dtype == dtype
+    assert torch.equal(y, run(batch, weights, config, gpu))
+    check(y, batch, weights)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rounds"),
+    [(None, False), (FP8_BLOCK, False), (FP8_CHANNEL, True)],
+    ids=["bf16", "block w8a16", "channel w8a8"],
+)
+def test_fp8_tokens_are_widened_for_others(seed: int, scheme: QuantScheme | None, rounds: bool) -> None:
+    """Like the widened rows, for every kernel; and the reference agrees."""
+    dtype = random.choice(list(TOLERANCE))
+    weights = make_weights(2, 130, 64, "silu", dtype, scheme, rounds)
+    packed = in_fp8(make_batch([5, 9], 130, dtype))
+    wide = replace(packed, tokens_RD=wide_tokens(packed, dtype), scales=None)
+    for kernel in (TritonExperts(DEVICE), *([CpuExperts()] if DEVICE.type == "cpu" else [])):
+        y = kernel(packed, weights)
+        assert y.dtype == dtype
+        assert torch.equal(y, kernel(wide, weights))
+    check(run(packed, weights), wide, weights)
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(0, 16), (1, 1), (2, 40), (33, 128), (3, 300), (17, 1031)])
+def test_rounding_rows_to_fp8(seed: int, tokens: int, hidden: int) -> None:
+    """The kernel packs what the oracle packs, bit for bit: tiny values, zeros, values past the range; NaN stays NaN."""
+    for dtype in TOLERANCE:
+        size = torch.logspace(-6, 4, tokens, device=DEVICE)[:, None]
+        x = (torch.randn(tokens, hidden, device=DEVICE) * size).to(dtype)
+        x[1:, : hidden // 2] = 0
+        assert torch.equal(pack_rows(x, quantize_rows), pack_rows(x))
+    x = torch.ones(2, 200, device=DEVICE)
+    x[0, 3] = torch.nan
+    values, scale = unpack_rows(pack_rows(x, quantize_rows), 200)
+    assert values[0, 3].float().isnan()
+    assert torch.equal(dequantize_rows(values[1:], scale[1:]), x[1:])
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,21 @@
-"""TritonOps in the interpreter against TorchOps and the FP8 oracle."""
+"""TritonOps in the interpreter against TorchOps."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from moe_runtime.errors import ConfigError
 from moe_runtime.layers.activation import ACTIVATIONS
+from moe_runtime.layers.invariant import row_dependence
 from moe_runtime.layers.ops import TORCH_OPS
-from moe_runtime.layers.triton_ops import TritonOps, add_rms_norm_fp8
-from moe_runtime.quantization import dequantize_rows, quantize_rows
+from moe_runtime.layers.triton_dense import dense_tiles
+from moe_runtime.layers.triton_ops import TritonOps
 
 OPS = TritonOps()
+DETERMINISTIC = TritonOps(deterministic=True)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # One step of the last digit: where a float32 sum in another order crosses a rounding boundary.
 STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -50,23 +54,6 @@ def test_add_rms_norm(seed: int, tokens: int, hidden: int, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("tokens", "hidden"), [(0, 16), (2, 40), (9, 128), (3, 300), (2, 2048)])
-def test_add_rms_norm_fp8(seed: int, tokens: int, hidden: int, dtype: torch.dtype) -> None:
-    """Bit for bit what the oracle makes of the kernel's own norm; a group of zeros has scale 1."""
-    x, delta = (3 * torch.randn(2, tokens, hidden)).to(dtype)
-    weight = torch.randn(hidden).to(dtype)
-    if hidden > 128:
-        weight[:128] = 0
-    total, payload, scale = add_rms_norm_fp8(x, delta, weight, 1e-6)
-    expected_total, normed = OPS.add_rms_norm(x, delta, weight, 1e-6)
-    expected_payload, expected_scale = quantize_rows(normed)
-    assert torch.equal(total, expected_total)
-    assert torch.equal(scale, expected_scale)
-    assert torch.equal(payload.float(), expected_payload.float())
-    torch.testing.assert_close(dequantize_rows(payload, scale), normed.float(), rtol=2**-4, atol=0.02)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gated_activation(seed: int, activation: str, dtype: torch.dtype) -> None:
     for shape in ((0, 10), (1, 2), (5, 70), (2, 3, 34), (2, 2100)):
@@ -84,14 +71,6 @@ def test_extremes() -> None:
         torch.testing.assert_close(ours, expected, equal_nan=True)
     zeros = torch.zeros(2, 16)
     assert torch.equal(OPS.rms_norm(zeros, torch.ones(16), 1e-6), zeros)
-
-
-def test_nan_survives_quantisation() -> None:
-    x = torch.ones(2, 256)
-    x[0, 3] = torch.nan
-    _, payload, scale = add_rms_norm_fp8(x, torch.zeros(2, 256), torch.ones(256), 1e-6)
-    assert dequantize_rows(payload, scale)[0].isnan().any()
-    assert not dequantize_rows(payload, scale)[1].isnan().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -121,3 +100,71 @@ def test_supports_and_refusals() -> None:
     assert "xpu" in str(TritonOps.supports("xpu", torch.float32, "silu"))
     with pytest.raises(ConfigError, match="softsign"):
         OPS.gated_activation(torch.zeros(1, 4), "softsign")
+
+
+def dense_case(shape: tuple[int, ...], num_out: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    x = torch.randn(shape).to(dtype)
+    weight = (torch.randn(num_out, shape[-1]) / shape[-1] ** 0.5).to(dtype)
+    return x, weight, torch.randn(num_out).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "num_out"),
+    [((0, 48), 5), ((1, 1), 1), ((7, 130), 1), ((65, 33), 70), ((130, 64), 200), ((3, 2, 20), 17)],
+    ids=str,
+)
+def test_deterministic_linear(seed: int, shape: tuple[int, ...], num_out: int, dtype: torch.dtype) -> None:
+    x, weight, bias = dense_case(shape, num_out, dtype)
+    apart = torch.zeros(*shape[:-1], shape[-1] + 3, dtype=dtype)[..., : shape[-1]].copy_(x)
+    for rows, b in ((x, None), (x, bias), (apart, bias)):
+        ours = DETERMINISTIC.linear(rows, weight, b)
+        exact = x.double() @ weight.double().t() + (0 if b is None else b.double())
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), exact, rtol=STEP[dtype], atol=4 * STEP[dtype])
+
+
+def test_deterministic_linear_keeps_nan_in_its_row(seed: int) -> None:
+    x, weight, bias = dense_case((5, 40), 9, torch.float32)
+    x[2, 7] = torch.nan
+    y = DETERMINISTIC.linear(x, weight, bias)
+    assert y[2].isnan().all()
+    assert not y[[0, 1, 3, 4]].isnan().any()
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, "gfx942"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dense_tiles_are_powers_of_two(arch: int | str, dtype: torch.dtype) -> None:
+    for num_out in (1, 64, 8191, 8192, 151_936):
+        tiles = dense_tiles(num_out, dtype, arch)
+        for side in (tiles.rows, tiles.outputs, tiles.inputs):
+            assert side >= 16
+            assert side & (side - 1) == 0
+
+
+def same_rows(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+    """f(X)[i] is f(X[i:i+1])[0], bit for bit, wherever in X the row is."""
+    order = torch.randperm(x.shape[0])
+    together = f(x[order].clone())
+    for place in torch.randperm(x.shape[0])[:6].tolist():
+        i = order[place]
+        alone = f(x[i : i + 1].clone())
+        assert torch.equal(alone[0], together[place]), f"row {i} at {place}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_deterministic_operations_take_rows_one_by_one(seed: int, dtype: torch.dtype) -> None:
+    """Also at the ends of arrays, where torch's own loops use other code."""
+    for num_in, num_out in ((37, 1), (130, 70)):
+        x, weight, bias = dense_case((131, num_in), num_out, dtype)
+        same_rows(lambda x, w=weight, b=bias: DETERMINISTIC.linear(x, w, b), x)
+        assert row_dependence(DETERMINISTIC.linear, weight) is None
+    for function in (torch.sigmoid, torch.cos, torch.sin):
+        same_rows(lambda x, f=function: DETERMINISTIC.elementwise(f, x), x[:, :7])
+        torch.testing.assert_close(DETERMINISTIC.elementwise(function, x), function(x))
+    norm, delta = torch.randn(130).to(dtype), torch.randn(130).to(dtype)
+    for ops in (OPS, DETERMINISTIC):
+        same_rows(lambda x, ops=ops: ops.rms_norm(x, norm, 1e-6), x)
+        same_rows(lambda x, ops=ops: torch.cat(ops.add_rms_norm(x, delta.expand_as(x), norm, 1e-6), 1), x)
+        for activation in ACTIVATIONS:
+            same_rows(lambda x, ops=ops, a=activation: ops.gated_activation(x, a), x)

@@ -76,14 +76,18 @@ def test_weights_rounded_to_the_reference_type(dtype: torch.dtype, seed: int) ->
     assert torch.equal(rounded.topk_weights_TK, exact.topk_weights_TK.to(dtype).float())
 
 
-def test_rows_do_not_depend_on_neighbours(seed: int) -> None:
+@pytest.mark.parametrize("name", METHODS)
+def test_rows_do_not_depend_on_neighbours(name: str, seed: int) -> None:
     """Bit for bit, whatever the batch and the place in it."""
-    logits, method = torch.randn(9, 21), RoutingMethod(4, renormalize=True)
-    together = route(logits, method)
-    for i in range(9):
-        alone = route(logits[i : i + 1], method)
-        assert torch.equal(alone.topk_ids_TK[0], together.topk_ids_TK[i])
-        assert torch.equal(alone.topk_weights_TK[0], together.topk_weights_TK[i])
+    method, num_experts, biased = METHODS[name](random.Random(seed))
+    logits = (3 * torch.randn(9, num_experts)).to(random.choice(DTYPES))
+    bias = torch.randn(num_experts) if biased else None
+    order = torch.randperm(9)
+    together = route(logits[order], method, bias)
+    for place, i in enumerate(order.tolist()):
+        alone = route(logits[i : i + 1], method, bias)
+        assert torch.equal(alone.topk_ids_TK[0], together.topk_ids_TK[place])
+        assert torch.equal(alone.topk_weights_TK[0], together.topk_weights_TK[place])
 
 
 def test_no_tokens() -> None:
