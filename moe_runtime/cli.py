@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 C = TypeVar("C")
 HELP_WIDTH = 80
+JSON_FLAGS = ("--eplb-config",)
+"""Whose value is a JSON object, and whose keys may also be given one by one, after a dot."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_arguments(self, argv: Sequence[str]) -> Arguments:
         """Raises ConfigError on anything that is not understood. Leaves the process on --help and --version."""
-        arguments = [_with_hyphens(a) for a in argv]
+        arguments = _join_dotted([_with_hyphens(a) for a in argv])
         try:
             namespace, unknown = self.parse_known_args(arguments)
         except ConfigError:
@@ -224,6 +226,30 @@ def _with_hyphens(argument: str) -> str:
         return argument
     flag, equals, value = argument.partition("=")
     return flag.replace("_", "-") + equals + value
+
+
+def _join_dotted(arguments: Sequence[str]) -> list[str]:
+    """`--eplb-config.window-size 9` as `--eplb-config={"window_size": 9}`, with the other keys of the setting."""
+    joined: dict[str, dict[str, Any]] = {}
+    rest: list[str] = []
+    remaining = iter(arguments)
+    for argument in remaining:
+        flag, equals, value = argument.partition("=")
+        name, dot, key = flag.partition(".")
+        if not dot or name not in JSON_FLAGS:
+            rest.append(argument)
+            continue
+        text = value if equals else next(remaining, None)
+        if text is None:
+            raise ConfigError(f"{flag}: expected one argument")
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = text
+        key = key.replace("-", "_")
+        if joined.setdefault(name, {}).setdefault(key, found) != found:
+            raise ConfigError(f"{flag} is given twice, as {joined[name][key]} and {found}")
+    return rest + [f"{name}={json.dumps(keys)}" for name, keys in joined.items()]
 
 
 def _settings_of(configs: Sequence[type]) -> dict[str, dataclasses.Field[Any]]:

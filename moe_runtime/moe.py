@@ -73,17 +73,21 @@ class ExpertParallelMoe:
     dispatcher: Dispatcher
     kernel: ExpertKernel
     placements: Sequence[LayerPlacement]
-    """One per MoE layer, in model order."""
+    """One per MoE layer, in model order. Replaced between steps when experts move."""
     rank: int
     timeline: Timeline = field(default_factory=Timeline)
     """Is told what took how long."""
     chunks: int = 1
     """Parts in which the rows of a pass travel."""
+    count: Callable[[int, torch.Tensor], None] | None = None
+    """Is told each pass's MoE layer and (T, K) expert ids."""
 
     def begin(self, work: MoeInput) -> ExpertParallelPass:
         """See RoutedExperts."""
         self.timeline.lap("attention", moe_layer=work.moe_layer, tokens=work.x_TD.shape[0])
         placement = self.placements[work.moe_layer]
+        if self.count is not None:
+            self.count(work.moe_layer, work.routing.topk_ids_TK)
         parts = [
             _Part(rows_TD, plan_dispatch(part, placement, self.rank, limit), work.moe_layer)
             for rows_TD, part, limit in cut_rows(work.x_TD, work.routing, work.max_num_tokens, self.chunks)

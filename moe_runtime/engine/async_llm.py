@@ -17,8 +17,10 @@ from moe_runtime.engine.in_flight import InFlight, InFlightSequence
 from moe_runtime.engine.messages import (
     Abort,
     Failed,
+    PlacementNews,
     RankStats,
     Ready,
+    Rebalance,
     ResetPrefixCache,
     SequenceUpdate,
     StepOutput,
@@ -80,6 +82,10 @@ class AsyncLLM:
         self.eos_token_ids = defaults.eos_token_ids
         self.default_sampling: dict[str, Any] = defaults.sampling
         """Arguments for SamplingParams that the model's generation_config.json sets."""
+        self.placements = [
+            None if r.placement is None else PlacementNews(r.rank, 0, r.placement) for r in ready
+        ]
+        """Where each rank says that experts are; None without rebalancing."""
         self._link = link
         self._ranks = ranks
         self._chooser = RankChooser(
@@ -251,6 +257,17 @@ class AsyncLLM:
         self._raise_if_dead()
         self._link.send_tick({rank: [ResetPrefixCache()] for rank in range(len(self.ready))})
 
+    async def rebalance(self, slots: list[list[list[int]]] | None = None, *, force: bool = False) -> None:
+        """Have the ranks look at the load now, or move experts to `slots`; `stats` and `placements` tell what comes of it.
+
+        slots: [layer][rank][slot] -> expert, -1 for an empty slot. `force`: move even if it is not expected to pay.
+        Raises RequestError without --enable-eplb.
+        """
+        self._raise_if_dead()
+        if not self.config.enable_eplb:
+            raise RequestError("experts cannot be moved: the ranks were started without --enable-eplb")
+        self._link.send_tick({0: [Rebalance(slots, force)]})
+
     async def drain(self, timeout: float) -> bool:
         """Refuse new requests and let those running finish; after `timeout` seconds abort them. Whether all finished."""
         self._draining = True
@@ -333,6 +350,8 @@ class AsyncLLM:
                     self._chooser.stats[message.rank] = message.stats
                     for news in message.updates:
                         self._on_news(news)
+                elif isinstance(message, PlacementNews):
+                    self.placements[message.rank] = message
                 elif isinstance(message, Failed):
                     self._on_failure(message)
         except Exception as exc:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moe_runtime.core import Sequence, SequenceStatus
-from moe_runtime.engine.control import Header
+from moe_runtime.engine.control import Header, MoveVote
 from moe_runtime.engine.messages import (
     REQUEST_TIME_BOUNDS,
     STEP_TOKEN_BOUNDS,
     Abort,
     RankStats,
+    Rebalance,
     ResetPrefixCache,
     SequenceUpdate,
     StepOutput,
@@ -32,7 +33,11 @@ if TYPE_CHECKING:
     from moe_runtime.engine.control import Agreement, Control, StepTimes
     from moe_runtime.engine.model_runner import ModelRunner
     from moe_runtime.engine.rank_link import RankLink
+    from moe_runtime.engine.rebalancing import Rebalancer
     from moe_runtime.engine.scheduler import Scheduler
+
+IDLE_MOVE_S = 0.002
+"""Between two headers while experts move and no rank has tokens."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +52,8 @@ class Engine:
     control: Control
     link: RankLink
     overlap: OverlapModel
+    rebalancer: Rebalancer | None = None
+    """None: experts stay where they are."""
     stopping: bool = False
     stats: RankStats = field(default_factory=RankStats)
     arrivals: dict[str, float] = field(default_factory=dict)
@@ -64,6 +71,8 @@ class Engine:
                 self.overlap.observe(agreed.last_times)
             if agreed.stop:
                 return
+            if self.rebalancer is not None:
+                self._rebalance(self.rebalancer, agreed)
             if agreed.max_num_tokens > 0:
                 self.step(plan, agreed)
             elif not agreed.any_work and agreed.same_tick:
@@ -71,6 +80,8 @@ class Engine:
                 self.handle(self.link.wait())
             else:
                 self.handle(self.link.wait_until(agreed.max_tick))
+                if self.rebalancer is not None and self.rebalancer.busy:
+                    time.sleep(IDLE_MOVE_S)
 
     def step(self, plan: StepPlan, agreed: Agreement) -> None:
         """Compute the plan with the other ranks, sample, and report."""
@@ -79,6 +90,8 @@ class Engine:
         self.stats.two_batch_steps += way is Way.TWO_BATCHES
         self.stats.chunked_steps += way is Way.CHUNKS
         logits, self.times = self.runner.execute(plan, agreed, way)
+        if self.rebalancer is not None:
+            self.rebalancer.step_done(self.times)
         sampling = [item.sequence for item in plan.scheduled if item.samples]
         sampled, failures = sample_each(logits, sampling)
         self.scheduler.commit(plan, [token.token_id for token in sampled])
@@ -114,8 +127,25 @@ class Engine:
                         self.stopping = True
                     case ResetPrefixCache():
                         self.scheduler.block_manager.reset_prefix_cache()
+                    case Rebalance():
+                        # The front-end sends it to ranks that can.
+                        assert self.rebalancer is not None
+                        self.rebalancer.request(command)
             if tick.commands:
                 self._report([])
+
+    def close(self) -> None:
+        """After run()."""
+        if self.rebalancer is not None:
+            self.rebalancer.close()
+        self.runner.close()
+
+    def _rebalance(self, rebalancer: Rebalancer, agreed: Agreement) -> None:
+        rebalancer.settle(agreed)
+        if (news := rebalancer.take_placement()) is not None:
+            self.link.send(news)
+        if rebalancer.take_changed():
+            self._report([])
 
     def _submit(self, command: Submit) -> None:
         sequence = Sequence(
@@ -149,16 +179,21 @@ class Engine:
 
     def _header(self, plan: StepPlan) -> Header:
         times, self.times = self.times, None
+        rebalancer = self.rebalancer
+        vote = MoveVote() if rebalancer is None else rebalancer.vote()
         return Header(
             step=self.stats.steps,
             num_tokens=plan.num_tokens,
             first_tokens=half(plan),
-            has_work=int(self.scheduler.has_work),
+            has_work=int(self.scheduler.has_work or (rebalancer is not None and rebalancer.busy)),
             last_tick=self.link.last_tick,
             stop=int(self.stopping),
             forward_us=times.forward_us if times else 0,
             wait_us=times.wait_us if times else 0,
             experts_us=times.experts_us if times else 0,
+            move=vote.move,
+            staged=vote.staged,
+            move_failure=vote.failure,
         )
 
     def _report(self, updates: list[SequenceUpdate]) -> None:
@@ -171,6 +206,8 @@ class Engine:
         stats.num_cached_blocks = blocks.num_cached
         stats.prefix_queries = blocks.prefix_queries
         stats.prefix_hits = blocks.prefix_hits
+        if self.rebalancer is not None:
+            stats.eplb = self.rebalancer.stats
         self.link.send(StepOutput(rank=self.rank, updates=updates, stats=stats))
 
 

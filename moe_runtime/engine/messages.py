@@ -39,7 +39,16 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
     """Drop every cached block that no running sequence uses."""
 
 
-Command = Submit | Abort | Stop | ResetPrefixCache
+class Rebalance(msgspec.Struct, tag="rebalance"):
+    """To rank 0: look at the load now, or move experts to where they are wanted."""
+
+    slots: list[list[list[int]]] | None = None
+    """[layer][rank][slot] -> expert, -1 for none; None: plan from the load."""
+    force: bool = False
+    """Carry a plan out even if it is not expected to be worth it."""
+
+
+Command = Submit | Abort | Stop | ResetPrefixCache | Rebalance
 
 
 class Tick(msgspec.Struct):
@@ -104,6 +113,41 @@ class Distribution(msgspec.Struct):
         self.total += value
 
 
+STALL_BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""Buckets of how long a step waited for a change of the placement, in seconds."""
+
+
+class EplbStats(msgspec.Struct):
+    """Rebalancing as one rank sees it; what is decided is rank 0's."""
+
+    state: str = "idle"
+    """`idle`, `planning` or `moving`."""
+    applied: int = 0
+    skipped: int = 0
+    """Looks at the load after which nothing was moved."""
+    failed: int = 0
+    """Looks or requests that came to nothing before anything was moved."""
+    rolled_back: int = 0
+    """Moves given up; the map is as before their last round."""
+    moved_bytes: int = 0
+    """Weights this rank has fetched."""
+    version: int = 0
+    """Of the placement in force: rounds since start."""
+    last_applied_at: float = 0.0
+    """Unix time; 0: never."""
+    degraded: str = ""
+    """What failed, until the next success."""
+    num_decisions: int = 0
+    decision: str = ""
+    """The last one, in words."""
+    gain: float | None = None
+    """Expected share of the experts' time saved by the last plan."""
+    balancedness: float | None = None
+    """Of the current placement when it was looked at last."""
+    stalls_s: Distribution = msgspec.field(default_factory=lambda: Distribution.empty(STALL_BOUNDS))
+    """Time that steps waited for changes of the map."""
+
+
 class RankStats(msgspec.Struct):
     """A rank's gauges after a step, and counters since start."""
 
@@ -135,6 +179,8 @@ class RankStats(msgspec.Struct):
         default_factory=lambda: Distribution.empty(REQUEST_TIME_BOUNDS)
     )
     """From a sequence's arrival at the rank to the first step with tokens of it, in those of REQUEST_TIME_BOUNDS."""
+    eplb: EplbStats | None = None
+    """None without rebalancing."""
 
 
 class StepOutput(msgspec.Struct, tag="step"):
@@ -143,6 +189,15 @@ class StepOutput(msgspec.Struct, tag="step"):
     rank: int
     updates: list[SequenceUpdate]
     stats: RankStats
+
+
+class PlacementNews(msgspec.Struct, tag="placement"):
+    """Rank -> front-end: where experts are, after each round of a move."""
+
+    rank: int
+    version: int
+    slots: list[list[list[int]]]
+    """[layer][rank][slot] -> expert, -1 for an empty slot."""
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -157,6 +212,8 @@ class Ready(msgspec.Struct, tag="ready"):
     block_size: int
     info: dict[str, str]
     """What was chosen and why, for /server_info."""
+    placement: list[list[list[int]]] | None = None
+    """As PlacementNews.slots; None if experts stay where they are."""
 
 
 class Progress(msgspec.Struct, tag="progress"):
@@ -178,4 +235,4 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-RankMessage = StepOutput | Ready | Progress | Failed
+RankMessage = StepOutput | PlacementNews | Ready | Progress | Failed
