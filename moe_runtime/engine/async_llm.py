@@ -29,6 +29,7 @@ from moe_runtime.engine.messages import (
 from moe_runtime.engine.outputs import CompletionDelta, RequestOutput
 from moe_runtime.engine.rank_chooser import RankChooser
 from moe_runtime.engine.ranks import WORKER, LocalRanks
+from moe_runtime.engine.rebalance_request import Rebalanced, Slots, request_rebalance
 from moe_runtime.engine.requests import (
     CheckedRequest,
     ModelLimits,
@@ -93,6 +94,7 @@ class AsyncLLM:
         )
         self._seeds = random.Random(config.seed)
         self._numbers = itertools.count()
+        self._num_rebalances = 0
         self._in_flight = InFlight(self._chooser)
         self._loop = asyncio.get_running_loop()
         self._dead: asyncio.Future[EngineDeadError] = self._loop.create_future()
@@ -257,8 +259,10 @@ class AsyncLLM:
         self._raise_if_dead()
         self._link.send_tick({rank: [ResetPrefixCache()] for rank in range(len(self.ready))})
 
-    async def rebalance(self, slots: list[list[list[int]]] | None = None, *, force: bool = False) -> None:
-        """Have the ranks look at the load now, or move experts to `slots`; `stats` and `placements` tell what comes of it.
+    async def rebalance(
+        self, slots: Slots | None = None, *, force: bool = False, timeout: float = 60.0
+    ) -> Rebalanced:
+        """Have the ranks look at the load now, or move experts to `slots`, and wait for the outcome.
 
         slots: [layer][rank][slot] -> expert, -1 for an empty slot. `force`: move even if it is not expected to pay.
         Raises RequestError without --enable-eplb.
@@ -266,7 +270,17 @@ class AsyncLLM:
         self._raise_if_dead()
         if not self.config.enable_eplb:
             raise RequestError("experts cannot be moved: the ranks were started without --enable-eplb")
-        self._link.send_tick({0: [Rebalance(slots, force)]})
+
+        def send(command: Rebalance) -> None:
+            self._link.send_tick({0: [command]})
+
+        def stats() -> RankStats:
+            self._raise_if_dead()
+            return self.stats[0]
+
+        self._num_rebalances += 1
+        command = Rebalance(self._num_rebalances, slots, force)
+        return await request_rebalance(send, stats, command, timeout)
 
     async def drain(self, timeout: float) -> bool:
         """Refuse new requests and let those running finish; after `timeout` seconds abort them. Whether all finished."""

@@ -42,6 +42,8 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
 class Rebalance(msgspec.Struct, tag="rebalance"):
     """To rank 0: look at the load now, or move experts to where they are wanted."""
 
+    request: int
+    """Number from 1, by which the answer is known."""
     slots: list[list[list[int]]] | None = None
     """[layer][rank][slot] -> expert, -1 for none; None: plan from the load."""
     force: bool = False
@@ -137,9 +139,13 @@ class EplbStats(msgspec.Struct):
     """Unix time; 0: never."""
     degraded: str = ""
     """What failed, until the next success."""
-    num_decisions: int = 0
     decision: str = ""
     """The last one, in words."""
+    answered: int = 0
+    """The last request of an operator that is over, by number."""
+    answer: str = ""
+    """What came of it: `applied`, `skipped`, `failed` or `rolled_back`."""
+    answer_reason: str = ""
     gain: float | None = None
     """Expected share of the experts' time saved by the last plan."""
     balancedness: float | None = None

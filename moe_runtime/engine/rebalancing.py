@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ MOST_BACKOFF = 64
 """After failures looks become rarer: at 2, 4, 8, ... times the interval, up to this."""
 FIRST_SLOWDOWN = 0.25
 """What steps are taken to be longer by while weights move, until it has been measured."""
+_LOOK_FAILED = "the load could not be looked at"
 _DECODER = msgspec.msgpack.Decoder(ReadSlot | DigestSlot | ReadPlan | ReadLoads)
 
 
@@ -118,8 +120,11 @@ class Rebalancer:
         self._last_number = 0
         self._num_flipped = 0
         self._proposal: ExpertPlacement | None = None
+        self._proposal_request = 0
+        """The operator's request that the proposal, or the move under way, is for."""
         self._plans: dict[int, bytes] = {}
         """Rank 0: what it has proposed last, by number."""
+        self._requests: deque[Rebalance] = deque()
         self._backoff = 1
         self._next_look = settings.step_interval
         self._num_steps = 0
@@ -143,11 +148,19 @@ class Rebalancer:
     @property
     def busy(self) -> bool:
         """Something is under way that needs further headers, even if no rank has tokens."""
+        return self._working or bool(self._requests)
+
+    @property
+    def _working(self) -> bool:
         return self._mover is not None or self._proposal is not None or self._replanner.busy
 
     def vote(self) -> MoveVote:
         """Before each header."""
         self._poll_look()
+        if self._requests and not self._working:
+            command = self._requests.popleft()
+            wanted = None if command.slots is None else placement_of(command.slots, self._in_force.placement)
+            self._look(wanted, force=command.force, request=command.request)
         mover = self._mover
         if mover is not None:
             # How far it is before how it is: what has been staged stays staged.
@@ -180,12 +193,8 @@ class Rebalancer:
             self._look(only_log=True)
 
     def request(self, command: Rebalance) -> None:
-        """Rank 0: an operator's."""
-        if self.busy:
-            self._decided(failure="a look at the load or a move is under way; ask again when it is over")
-            return
-        wanted = None if command.slots is None else placement_of(command.slots, self._in_force.placement)
-        self._look(wanted=wanted, force=command.force)
+        """Rank 0: an operator's. It waits its turn."""
+        self._requests.append(command)
 
     def answer(self, question: bytes) -> bytes | memoryview:
         """What another rank asks; called on threads of the link."""
@@ -262,6 +271,7 @@ class Rebalancer:
         self.stats.state, self.stats.degraded = "idle", ""
         self.stats.applied += 1
         self.stats.last_applied_at = time.time()
+        self._answer(self._proposal_request, "applied", self.stats.decision)
         if self.rank == 0:
             logger.info("move %d of experts: applied, placement version %d", mover.number, self.stats.version)
 
@@ -275,14 +285,26 @@ class Rebalancer:
         self.stats.state = "idle"
         self.stats.rolled_back += 1
         self.stats.degraded = f"move {mover.number} of experts was given up ({reason}); the map is as before"
+        self._answer(self._proposal_request, "rolled_back", self.stats.degraded)
         if self.rank == 0:
             logger.error("%s; %d layers were taken back", self.stats.degraded, undone)
 
     def _look(
-        self, wanted: ExpertPlacement | None = None, *, force: bool = False, only_log: bool = False
+        self,
+        wanted: ExpertPlacement | None = None,
+        *,
+        force: bool = False,
+        only_log: bool = False,
+        request: int = 0,
     ) -> None:
         self.stats.state = "idle" if only_log else "planning"
-        self._replanner.start(Look(self._in_force.placement, self._costs(), wanted, force, only_log))
+        look = Look(self._in_force.placement, self._costs(), wanted, force, only_log, request)
+        self._replanner.start(look)
+
+    def _answer(self, request: int, result: str, reason: str) -> None:
+        if request:
+            self._changed = True
+            self.stats.answered, self.stats.answer, self.stats.answer_reason = request, result, reason
 
     def _costs(self) -> Costs:
         slowdown = FIRST_SLOWDOWN
@@ -298,37 +320,36 @@ class Rebalancer:
         look = self._replanner.poll()
         if look is None or (look.only_log and not look.failure):
             return
+        self._changed = True
         self.stats.state = "idle"
-        decision = look.decision
         if look.failure:
-            self._decided(failure=look.failure, degrades=look.wanted is None)
+            self._look_failed(look)
             return
+        decision = look.decision
+        if self.stats.degraded.startswith(_LOOK_FAILED):
+            self.stats.degraded = ""
         self.stats.gain, self.stats.balancedness = decision.gain, decision.balancedness
-        if decision.target is None:
+        if decision.target is None or self._dry_run:
+            dry = "" if decision.target is None else "dry run, "
+            self.stats.decision = f"{dry}nothing is moved: {decision.reason}"
             self.stats.skipped += 1
-            self._decided(f"skipped: {decision.reason}")
-        elif self._dry_run:
-            self.stats.skipped += 1
-            self._decided(f"dry run, nothing is moved: {decision.reason}")
+            self._answer(look.request, "skipped", self.stats.decision)
         else:
-            self._proposal = decision.target
+            self.stats.decision = f"moving: {decision.reason}"
+            self._proposal, self._proposal_request = decision.target, look.request
             # A peer may still ask for the one before.
             self._plans = dict(list(self._plans.items())[-1:])
             self._plans[self._last_number + 1] = msgspec.msgpack.encode(decision.target.slots)
-            self._decided(f"moving: {decision.reason}")
+        logger.info("experts: %s", self.stats.decision)
 
-    def _decided(self, text: str = "", failure: str = "", *, degrades: bool = False) -> None:
-        self._changed = True
-        self.stats.num_decisions += 1
-        self.stats.decision = text or f"failed: {failure}"
-        if failure:
-            self.stats.failed += 1
-            if degrades:
-                self._backoff = min(MOST_BACKOFF, 2 * self._backoff)
-                self.stats.degraded = f"the load could not be looked at: {failure}"
-        elif self.stats.degraded.startswith("the load"):
-            self.stats.degraded = ""
-        logger.log(logging.WARNING if failure else logging.INFO, "experts: %s", self.stats.decision)
+    def _look_failed(self, look: Look) -> None:
+        self.stats.failed += 1
+        self.stats.decision = f"failed: {look.failure}"
+        if look.wanted is None:
+            self._backoff = min(MOST_BACKOFF, 2 * self._backoff)
+            self.stats.degraded = f"{_LOOK_FAILED}: {look.failure}"
+        self._answer(look.request, "failed", look.failure)
+        logger.warning("experts: %s", self.stats.decision)
 
     def _tell_placement(self) -> None:
         self.stats.version = self._in_force.placement.version

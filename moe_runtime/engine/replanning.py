@@ -79,6 +79,8 @@ class Look:
     """What an operator asks for; None: to be planned."""
     force: bool = False
     only_log: bool = False
+    request: int = 0
+    """An operator's, by number; 0: nobody's."""
     decision: Decision = field(default_factory=lambda: Decision(None, ""))
     failure: str = ""
     done: bool = False

@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 from moe_runtime.config import EngineConfig
 from moe_runtime.core import SamplingParams
-from moe_runtime.engine.messages import RankStats, Ready
+from moe_runtime.engine.messages import PlacementNews, RankStats, Ready
 from moe_runtime.engine.outputs import CompletionDelta
+from moe_runtime.engine.rebalance_request import Rebalanced, Slots
 from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.errors import EngineDeadError
 
@@ -58,6 +59,15 @@ class Engine(Protocol):
         """
 
     async def reset_prefix_cache(self) -> None: ...
+
+    @property
+    def placements(self) -> list[PlacementNews | None]:
+        """Where each rank says that experts are; None without rebalancing."""
+
+    async def rebalance(
+        self, slots: Slots | None = None, *, force: bool = False, timeout: float = 60.0
+    ) -> Rebalanced:
+        """Move experts. Raises RequestError."""
 
     async def close(self) -> None:
         """Stop the ranks. Streams still open raise EngineDeadError."""
