@@ -1,156 +1,163 @@
-"""Rank 0's looks at the load: gathers what all ranks have counted, decides, and leaves a plan for the step thread.
-
-Each look runs on a thread of its own, so that no step waits for it.
-"""
+"""Rank 0's part of rebalancing: when to look at the load, what operators ask for, and what becomes a proposal."""
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import msgspec
-import numpy as np
+from moe_runtime.engine.looking import Look, Looker
+from moe_runtime.engine.mover import placement_of
+from moe_runtime.placement.balancer import Costs
 
-from moe_runtime.core import ExpertPlacement
-from moe_runtime.errors import ConfigError, MoeRuntimeError
-from moe_runtime.peer_link import PeerClient
-from moe_runtime.placement.balancer import (
-    Array,
-    Costs,
-    Decision,
-    Plan,
-    Policy,
-    balancedness,
-    decide,
-    expected_gain,
-    rank_rows,
-)
-from moe_runtime.placement.live_loads import join_windows
-from moe_runtime.placement.transition import check_reachable, next_round, num_copies
+if TYPE_CHECKING:
+    from moe_runtime.config import EplbConfig
+    from moe_runtime.core import ExpertPlacement
+    from moe_runtime.engine.control import StepTimes
+    from moe_runtime.engine.messages import EplbStats, Rebalance
 
 logger = logging.getLogger(__name__)
 
-GATHER_TIMEOUT_S = 30.0
-
-
-class ReadLoads(msgspec.Struct, tag="read_loads"):
-    """Ask a rank for its windows of load; the answer is Windows in msgpack."""
-
-
-class Windows(msgspec.Struct):
-    """LiveLoads.snapshot() on the wire."""
-
-    shape: tuple[int, int]
-    """L, E."""
-    numbers: list[int]
-    counts: list[bytes]
-    """int64, little-endian."""
-
-    @classmethod
-    def of(cls, windows: dict[int, Array], shape: tuple[int, int]) -> Windows:
-        return cls(shape, list(windows), [counts.astype("<i8").tobytes() for counts in windows.values()])
-
-    def arrays(self) -> dict[int, Array]:
-        """Raises ValueError if sizes do not fit."""
-        return {
-            number: np.frombuffer(data, dtype="<i8").reshape(self.shape)
-            for number, data in zip(self.numbers, self.counts, strict=True)
-        }
-
-
-def gather_loads(client: PeerClient, num_ranks: int) -> Array:
-    """int64 (W, L, E): what the tokens of all ranks asked for. Raises PeerError."""
-    deadline = time.monotonic() + GATHER_TIMEOUT_S
-    question = msgspec.msgpack.encode(ReadLoads())
-    answers = [client.ask(rank, question, deadline) for rank in range(num_ranks)]
-    return join_windows([msgspec.msgpack.decode(a, type=Windows).arrays() for a in answers])
+MOST_BACKOFF = 64
+"""After failures looks become rarer: at 2, 4, 8, ... times the interval, up to this."""
+FIRST_SLOWDOWN = 0.25
+"""What steps are taken to be longer by while weights move, until it has been measured."""
+_ENOUGH_STEPS = 20
+_SMOOTHING = 0.02
+_LOOK_FAILED = "the load could not be looked at"
 
 
 @dataclass
-class Look:
-    """One look at the load, on its own thread. Once `done`, the step thread reads the result."""
+class _StepTime:
+    """Mean time of steps, once there are enough."""
 
-    current: ExpertPlacement
-    costs: Costs
-    wanted: ExpertPlacement | None = None
-    """What an operator asks for; None: to be planned."""
-    force: bool = False
-    only_log: bool = False
-    request: int = 0
-    """An operator's, by number; 0: nobody's."""
-    decision: Decision = field(default_factory=lambda: Decision(None, ""))
-    failure: str = ""
-    done: bool = False
+    total_us: float = 0.0
+    num_steps: int = 0
+
+    def add(self, forward_us: int) -> None:
+        self.total_us += forward_us
+        self.num_steps += 1
+
+    @property
+    def mean_us(self) -> float | None:
+        return self.total_us / self.num_steps if self.num_steps >= _ENOUGH_STEPS else None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A placement for all ranks to move to."""
+
+    target: ExpertPlacement
+    request: int
+    """The operator's request it is for, by number; 0: nobody's."""
 
 
 class Replanner:
-    """Starts looks, one at a time."""
+    """Used by rank 0's step thread. Writes what it decides into `stats`."""
 
     def __init__(
-        self, make_client: Callable[[], PeerClient], num_ranks: int, plan: Plan, policy: Policy
+        self, looker: Looker, stats: EplbStats, settings: EplbConfig, *, dry_run: bool, expert_bytes: int
     ) -> None:
-        self._make_client, self._num_ranks = make_client, num_ranks
-        self._plan, self._policy = plan, policy
-        self._look: Look | None = None
-        self._thread: threading.Thread | None = None
+        self._looker, self._stats, self._settings = looker, stats, settings
+        self._dry_run, self._expert_bytes = dry_run, expert_bytes
+        self._requests: deque[Rebalance] = deque()
+        self._backoff = 1
+        self._next_look = settings.step_interval
+        self._num_steps = 0
+        self._moving, self._quiet = _StepTime(), _StepTime()
+        self._moe_share = 1.0
 
     @property
     def busy(self) -> bool:
-        return self._look is not None
+        """A look is under way, or an operator waits for one."""
+        return self._looker.busy or bool(self._requests)
 
-    def start(self, look: Look) -> None:
-        """Not while busy."""
-        assert self._look is None
-        self._look = look
-        self._thread = threading.Thread(target=self._run, args=(look,), name="replanner", daemon=True)
-        self._thread.start()
+    def request(self, command: Rebalance) -> None:
+        """An operator's; it waits its turn."""
+        self._requests.append(command)
 
-    def poll(self) -> Look | None:
-        """The look that has ended since the last call, if one has."""
-        look, thread = self._look, self._thread
-        if look is None or thread is None or thread.is_alive():
+    def poll(self, current: ExpertPlacement) -> Proposal | None:
+        """Before each header while nothing moves: what to propose, if a look has found something."""
+        look = self._looker.poll()
+        if look is not None and (look.failure or not look.only_log):
+            return self._judge(look)
+        if self._requests and not self._looker.busy:
+            command = self._requests.popleft()
+            wanted = None if command.slots is None else placement_of(command.slots, current)
+            self._look(Look(current, self._costs(), wanted, command.force, request=command.request))
+        return None
+
+    def step_done(self, times: StepTimes, current: ExpertPlacement, *, moving: bool) -> None:
+        """After each step with tokens."""
+        self._num_steps += 1
+        (self._moving if moving else self._quiet).add(times.forward_us)
+        share = min(1.0, (times.experts_us + times.wait_us) / times.forward_us)
+        self._moe_share += _SMOOTHING * (share - self._moe_share)
+        if moving or self.busy:
+            return
+        settings = self._settings
+        if self._num_steps >= self._next_look:
+            self._next_look = self._num_steps + settings.step_interval * self._backoff
+            self._look(Look(current, self._costs()))
+        elif settings.log_balancedness and not self._num_steps % settings.log_balancedness_interval:
+            self._look(Look(current, self._costs(), only_log=True))
+
+    def applied(self, proposal: Proposal) -> None:
+        """The ranks have moved."""
+        self._backoff = 1
+        self._answer(proposal.request, "applied", self._stats.decision)
+
+    def rolled_back(self, proposal: Proposal) -> None:
+        """They have not."""
+        self._back_off()
+        self._answer(proposal.request, "rolled_back", self._stats.degraded)
+
+    def _look(self, look: Look) -> None:
+        if not look.only_log:
+            self._stats.state = "planning"
+        self._looker.start(look)
+
+    def _costs(self) -> Costs:
+        slowdown = FIRST_SLOWDOWN
+        moving, quiet = self._moving.mean_us, self._quiet.mean_us
+        if moving is not None and quiet is not None:
+            slowdown = max(0.0, moving / quiet - 1.0)
+        return Costs(self._expert_bytes, self._moe_share, slowdown)
+
+    def _judge(self, look: Look) -> Proposal | None:
+        stats, decision = self._stats, look.decision
+        stats.state = "idle"
+        if look.failure:
+            self._failed(look)
             return None
-        if not look.done and not look.failure:
-            look.failure = "the thread that plans has died"
-        self._look = self._thread = None
-        return look
+        if stats.degraded.startswith(_LOOK_FAILED):
+            stats.degraded = ""
+        stats.gain, stats.balancedness = decision.gain, decision.balancedness
+        if decision.target is not None and not self._dry_run:
+            stats.decision = f"moving: {decision.reason}"
+            logger.info("experts: %s", stats.decision)
+            return Proposal(decision.target, look.request)
+        dry = "" if decision.target is None else "dry run, "
+        stats.decision = f"{dry}nothing is moved: {decision.reason}"
+        stats.skipped += 1
+        self._answer(look.request, "skipped", stats.decision)
+        logger.info("experts: %s", stats.decision)
+        return None
 
-    def _run(self, look: Look) -> None:
-        client = self._make_client()
-        try:
-            loads_WLE = gather_loads(client, self._num_ranks)
-            if look.only_log:
-                if len(loads_WLE):
-                    balance = balancedness(rank_rows(loads_WLE[-1:], look.current))
-                    logger.info("expert load: balancedness %.3f", balance)
-            elif look.wanted is not None:
-                look.decision = self._judge(look, look.wanted, loads_WLE)
-            else:
-                look.decision = decide(
-                    loads_WLE, look.current, self._plan, self._policy, look.costs, force=look.force
-                )
-            look.done = True
-        except MoeRuntimeError as error:
-            look.failure = str(error)
-        except Exception as error:
-            logger.exception("planning failed")
-            look.failure = f"planning failed: {error!r}"
-        finally:
-            client.close()
+    def _failed(self, look: Look) -> None:
+        self._stats.failed += 1
+        self._stats.decision = f"failed: {look.failure}"
+        if look.wanted is None:
+            self._back_off()
+            self._stats.degraded = f"{_LOOK_FAILED}: {look.failure}"
+        self._answer(look.request, "failed", look.failure)
+        logger.warning("experts: %s", self._stats.decision)
 
-    @staticmethod
-    def _judge(look: Look, wanted: ExpertPlacement, loads_WLE: Array) -> Decision:
-        """What an operator asks for is done, whatever it gains. Raises ConfigError if it cannot be."""
-        check_reachable(look.current, wanted)
-        copies = num_copies(look.current, wanted)
-        if not next_round(look.current, wanted):
-            raise ConfigError("this placement is in force already")
-        if not len(loads_WLE):
-            return Decision(wanted, f"asked for: moves {copies} experts", num_copies=copies)
-        balance = balancedness(rank_rows(loads_WLE, look.current))
-        gain = expected_gain(loads_WLE, look.current, wanted)
-        text = f"asked for: moves {copies} experts, saves {gain:.1%} of the experts' time in the live windows"
-        return Decision(wanted, text, balance, gain, copies)
+    def _back_off(self) -> None:
+        self._backoff = min(MOST_BACKOFF, 2 * self._backoff)
+        self._next_look = self._num_steps + self._settings.step_interval * self._backoff
+
+    def _answer(self, request: int, result: str, reason: str) -> None:
+        if request:
+            self._stats.answered, self._stats.answer, self._stats.answer_reason = request, result, reason

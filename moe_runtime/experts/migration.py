@@ -62,9 +62,11 @@ class SlotStore:
         """The tensors themselves, not copies."""
         return SlotStore(tuple(tuple(_tensors(weights)) for weights in layers))
 
-    def slot_bytes(self, layer: int) -> int:
-        """Of one expert."""
-        return sum(part[0].numel() * part.element_size() for part in self.parts[layer])
+    @property
+    def largest_slot_bytes(self) -> int:
+        """Of one expert, in the layer where they are largest."""
+        sizes = [sum(p[0].numel() * p.element_size() for p in parts) for parts in self.parts]
+        return max(sizes, default=0)
 
     def answer(self, question: Question) -> bytes | memoryview:
         """What another rank asks for. Raises IndexError on what does not exist."""

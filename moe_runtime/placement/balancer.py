@@ -16,13 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.placement.transition import num_copies
+
+if TYPE_CHECKING:
+    from moe_runtime.config import EplbConfig
 
 Array = npt.NDArray[Any]
 Plan = Callable[[Array, ExpertPlacement], ExpertPlacement]
@@ -38,6 +41,16 @@ class Policy:
     hysteresis: float
     max_bytes_per_step: int
     step_interval: int
+
+    @staticmethod
+    def of(settings: EplbConfig) -> Policy:
+        return Policy(
+            settings.min_utilization,
+            settings.min_gain,
+            settings.hysteresis,
+            settings.max_bytes_per_step,
+            settings.step_interval,
+        )
 
 
 @dataclass(frozen=True)
