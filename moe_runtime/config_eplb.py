@@ -16,6 +16,12 @@ _ELSEWHERE = {
     "communicator": (None,),
 }
 """vLLM's fields with one meaning only here, and the values that have it."""
+_ONLY_WITH_EPLB = (
+    "eplb_config",
+    "eplb_dry_run",
+    "eplb_rebalance_num_iterations",
+    "eplb_min_rebalancing_utilization_threshold",
+)
 
 
 def eplb_config(config: EngineConfig) -> EplbConfig:
@@ -45,11 +51,7 @@ def eplb_config(config: EngineConfig) -> EplbConfig:
             "--enable-eplb: there is nothing to balance with --ep 1; use more ranks, or leave it out"
         )
     if not config.enable_eplb:
-        asked = [
-            name
-            for name in ("eplb_config", "eplb_dry_run", "eplb_rebalance_num_iterations")
-            if getattr(config, name)
-        ]
+        asked = [name for name in _ONLY_WITH_EPLB if getattr(config, name) not in (None, False)]
         if asked:
             flag = f"--{asked[0].replace('_', '-')}"
             raise ConfigError(f"{flag} has no effect without --enable-eplb; give that too, or leave it out")

@@ -1,0 +1,166 @@
+"""Whether to move experts: the load as it is counted, what a move is expected to gain, and the reasons to leave it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_runtime.core import ExpertPlacement
+from moe_runtime.placement.balancer import (
+    Array,
+    Costs,
+    Policy,
+    balancedness,
+    decide,
+    expected_gain,
+    most_arrivals,
+    rank_rows,
+)
+from moe_runtime.placement.layout import contiguous
+from moe_runtime.placement.live_loads import NUM_WINDOWS, LiveLoads, join_windows
+from moe_runtime.placement.swap_search import improve
+from moe_runtime.placement.transition import check_reachable, num_copies, with_empty_slots
+
+POLICY = Policy(
+    min_utilization=1.0, min_gain=0.05, hysteresis=2.0, max_bytes_per_step=1000, step_interval=100
+)
+COSTS = Costs(expert_bytes=1000, moe_share=0.5, slowdown=0.1)
+
+
+def loads(*layers: list[int], windows: int = 8) -> Array:
+    return np.array([layers] * windows, dtype=np.int64)
+
+
+def test_rows_and_balancedness_by_hand() -> None:
+    # Rank 0 has experts 0 and 1, rank 1 has 2 and 3 and a copy of 0.
+    placement = ExpertPlacement((((0, 1, -1), (2, 3, 0)),), 4)
+    rows = rank_rows(loads([10, 1, 2, 3], windows=1), placement)
+    assert rows.tolist() == [[[5 + 1, 5 + 2 + 3]]]
+    assert balancedness(rows) == pytest.approx(8 / 10)
+    uniform = with_empty_slots(contiguous(3, 8, 4), 1)
+    assert balancedness(rank_rows(loads(*[[7] * 8] * 3), uniform)) == 1
+    one_hot = rank_rows(loads(*[[0, 0, 5, 0, 0, 0, 0, 0]] * 3), uniform)
+    assert balancedness(one_hot) == pytest.approx(1 / 4)
+    assert balancedness(rank_rows(loads([0] * 8, [0] * 8, [0] * 8), uniform)) == 1
+
+
+def test_gain_by_hand() -> None:
+    old = ExpertPlacement((((0, 1, -1), (2, 3, -1)),), 4)
+    new = ExpertPlacement((((0, 3, -1), (2, 1, -1)),), 4)
+    seen = loads([30, 30, 10, 10])
+    assert expected_gain(seen, old, new) == pytest.approx(1 - 40 / 60)
+    assert expected_gain(seen, new, old) == pytest.approx(1 - 60 / 40)
+    assert most_arrivals(old, new) == 1
+
+
+def skewed() -> tuple[Array, ExpertPlacement]:
+    return loads([30, 30, 10, 10]), with_empty_slots(contiguous(1, 4, 2), 1)
+
+
+def test_a_move_that_pays() -> None:
+    seen, current = skewed()
+    decision = decide(seen, current, improve, POLICY, COSTS)
+    assert decision.target is not None
+    assert decision.balancedness == pytest.approx(40 / 60)
+    assert decision.gain == pytest.approx(1 / 3)
+    assert decision.num_copies == 2
+    # One expert of 1000 bytes arrives on each rank: 1 step, a tenth longer; 1/3 * 0.5 * 100 steps are saved.
+    assert "worth 16.7 steps" in decision.reason
+    assert "takes 1 steps, each 10% longer" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("policy", "costs", "part"),
+    [
+        ({"min_utilization": 0.6}, {}, "balancedness 0.667 is at least min_utilization=0.6"),
+        ({"min_gain": 0.34}, {}, "below min_gain=34%"),
+        ({"hysteresis": 170.0}, {}, "below 170 times its cost"),
+        ({"step_interval": 1}, {}, "below 2 times its cost"),
+        ({}, {"slowdown": 9.0}, "below 2 times its cost"),
+        ({}, {"moe_share": 0.001}, "below 2 times its cost"),
+        ({}, {"expert_bytes": 100_000}, "below 2 times its cost"),
+    ],
+)
+def test_reasons_to_leave_it(policy: dict[str, float], costs: dict[str, float], part: str) -> None:
+    seen, current = skewed()
+    chosen = replace(POLICY, **policy), replace(COSTS, **costs)  # type: ignore[arg-type]
+    decision = decide(seen, current, improve, *chosen)
+    assert decision.target is None
+    assert part in decision.reason
+    assert decide(seen, current, improve, *chosen, force=True).target is not None
+
+
+def test_a_plan_is_judged_on_windows_it_has_not_seen() -> None:
+    _, current = skewed()
+    past, newest = [30, 30, 10, 10], [0, 31, 29, 0]
+    seen = np.array([[past]] * 6 + [[newest]] * 2)
+    decision = decide(seen, current, improve, POLICY, COSTS)
+    assert decision.target is None
+    assert decision.gain == pytest.approx(1 - 60 / 31)
+
+
+@pytest.mark.parametrize("seen", [loads([1, 2, 3, 4], windows=1), loads([0, 0, 0, 0])])
+def test_too_little_evidence(seen: Array) -> None:
+    _, current = skewed()
+    decision = decide(seen, current, improve, POLICY, COSTS, force=True)
+    assert decision.target is None
+    assert "not enough evidence" in decision.reason
+
+
+def test_the_search_never_makes_a_layer_worse(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(50):
+        num_ranks, num_layers = draw.randint(2, 5), draw.randint(1, 3)
+        num_experts = draw.randint(num_ranks, 20)
+        redundant = draw.randint(0, num_experts)
+        current = with_empty_slots(contiguous(num_layers, num_experts, num_ranks, redundant), 1)
+        seen = np.array(
+            [[[int(draw.lognormvariate(4, 1)) for _ in range(num_experts)] for _ in range(num_layers)]]
+        )
+        target = improve(seen, current)
+        check_reachable(current, target)
+        before, after = (rank_rows(seen, p).max(axis=2) for p in (current, target))
+        assert (after <= before + 1e-9).all()
+        assert improve(seen, current) == target
+        assert num_copies(current, current) == 0
+
+
+def test_the_load_is_counted_without_padding_and_by_windows(seed: int) -> None:
+    layers, experts, window = 2, 5, 3
+    counted = LiveLoads(layers, experts, window * NUM_WINDOWS, torch.device("cpu"))
+    assert counted.window_steps == window
+    generator = torch.Generator().manual_seed(seed)
+    expected: list[Array] = []
+    for step in range(window * (NUM_WINDOWS + 3) + 2):
+        if step % window == 0:
+            expected.append(np.zeros((layers, experts), dtype=np.int64))
+        for layer in range(layers):
+            # Also no tokens, and several calls for the parts of a step.
+            for _ in range(2):
+                tokens = int(torch.randint(0, 4, (), generator=generator))
+                ids = torch.randint(-1, experts, (tokens, 3), generator=generator)
+                counted.count(layer, ids)
+                for e in ids.flatten().tolist():
+                    if e >= 0:
+                        expected[-1][layer, e] += 1
+        counted.step_done()
+    seen = counted.snapshot()
+    assert list(seen) == list(range(4, NUM_WINDOWS + 4)), "the last that are whole"
+    for number, counts in seen.items():
+        assert np.array_equal(counts, expected[number - 1])
+
+
+def test_only_windows_that_all_ranks_have_count() -> None:
+    def window(value: int) -> Array:
+        return np.full((1, 2), value, dtype=np.int64)
+
+    joined = join_windows(
+        [{1: window(1), 2: window(2), 3: window(3)}, {2: window(20), 3: window(30), 4: window(40)}]
+    )
+    assert joined.tolist() == [[[22, 22]], [[33, 33]]]
+    assert join_windows([{1: window(1)}, {}]).shape == (0, 1, 2)
+    assert join_windows([{}, {}]).shape[0] == 0
