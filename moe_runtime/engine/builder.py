@@ -26,9 +26,10 @@ from moe_runtime.models.quantized import with_expert_scheme
 from moe_runtime.models.registry import load_adapter, load_spec
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.moe import ExpertParallelMoe
+from moe_runtime.placement.balancer import make_plan
+from moe_runtime.placement.cost import Cluster
 from moe_runtime.placement.layout import contiguous, layer_placement
 from moe_runtime.placement.live_loads import LiveLoads
-from moe_runtime.placement.swap_search import improve
 from moe_runtime.placement.transition import with_empty_slots
 from moe_runtime.profiling.timeline import Timeline
 from moe_runtime.profiling.trace import StepTrace
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from moe_runtime.experts.router import Router
     from moe_runtime.layers.ops import LayerOps
     from moe_runtime.models.decoder import Decoder
+    from moe_runtime.placement.balancer import Plan
     from moe_runtime.topology import Topology
 
 SWITCH_INTERVAL_S = 2e-4
@@ -166,12 +168,20 @@ class RankBuilder:
             PlacementInForce(self.placement, self.placements),
             SlotStore.of([mlp.expert_weights() for mlp in self.decoder.moe_mlps()]),
             self.loads,
-            improve,
+            self._planner(),
             self.eplb,
             self.config.eplb_dry_run,
         )
         # Threads beside the step's hold the interpreter for so long at most, when the step's wants it.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+    def _planner(self) -> Plan:
+        """For as many replicas as there are at the start; the slots to move experts into stay empty."""
+        layer, topology = self.placement.slots[0], self.topology
+        nodes, rest = divmod(topology.world_size, topology.local_world_size)
+        cluster = Cluster.single(topology.world_size) if rest else Cluster(nodes, topology.local_world_size)
+        num_slots = sum(expert >= 0 for rank in layer for expert in rank)
+        return make_plan(cluster, num_slots, len(layer[0]) - self.eplb.num_staging_slots)
 
     def engine(self, link: RankLink) -> Engine:
         """The rank's engine. All stages must have succeeded on all ranks."""

@@ -22,10 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_runtime.core import ExpertPlacement
-from moe_runtime.placement.transition import num_copies
+from moe_runtime.placement import planner
+from moe_runtime.placement.transition import check_reachable, num_copies
 
 if TYPE_CHECKING:
     from moe_runtime.config import EplbConfig
+    from moe_runtime.placement.cost import Cluster
 
 Array = npt.NDArray[Any]
 Plan = Callable[[Array, ExpertPlacement], ExpertPlacement]
@@ -79,6 +81,18 @@ class Decision:
     num_copies: int = 0
 
 
+def make_plan(cluster: Cluster, num_slots: int, max_slots_per_rank: int) -> Plan:
+    """The project's planner, from where experts are now. `num_slots`: replicas in each layer, over all ranks."""
+
+    def plan(loads_WLE: Array, current: ExpertPlacement) -> ExpertPlacement:
+        result = planner.plan(
+            loads_WLE, cluster, num_slots=num_slots, current=current, max_slots_per_rank=max_slots_per_rank
+        )
+        return result.placement
+
+    return plan
+
+
 def rank_rows(loads_WLE: Array, placement: ExpertPlacement) -> Array:
     """float64 (W, L, N): rows that each rank computes if an expert's tokens spread evenly over its replicas."""
     num_windows, num_layers, num_experts = loads_WLE.shape
@@ -120,7 +134,7 @@ def decide(
     *,
     force: bool = False,
 ) -> Decision:
-    """`force`: move whatever the gain is, as long as there is a plan."""
+    """`force`: move whatever the gain is, as long as there is a plan. Raises ConfigError if the plan cannot be reached."""
     if len(loads_WLE) < 2 or not loads_WLE.sum():
         return Decision(None, f"not enough evidence: {len(loads_WLE)} windows of load, at least 2 are needed")
     past, newest = np.split(loads_WLE, [len(loads_WLE) - max(1, len(loads_WLE) // 4)])
@@ -130,6 +144,7 @@ def decide(
             None, f"balancedness {balance:.3f} is at least min_utilization={policy.min_utilization}", balance
         )
     target = plan(past, current)
+    check_reachable(current, target)
     copies = num_copies(current, target)
     if not copies:
         return Decision(None, "the plan moves nothing", balance, 0.0)

@@ -70,7 +70,8 @@ def conformance(
             wanted = [data.x[source][token] for rows in expected.slot_rows for source, token in rows]
             assert batch.num_rows_p.tolist() == [len(rows) for rows in expected.slot_rows], (case.name, seed)
             assert torch.equal(
-                batch.tokens_RD[batch.row_index_S], torch.stack(wanted or [data.x[rank].new_empty(0)]).view(-1, case.hidden)
+                batch.tokens_RD[batch.row_index_S],
+                torch.stack(wanted or [data.x[rank].new_empty(0)]).view(-1, case.hidden),
             ), (case.name, seed)
             assert batch.tokens_RD.shape[0] == len(expected.received)
             right = expected.out if combine == "exact" else per_rank_sums(data, rank)
@@ -96,7 +97,10 @@ SLOW = pytest.mark.slow
         (2, QUICK, False, "exact"),
         (3, QUICK[:3], False, "per_rank"),
         (2, QUICK[:1], True, "exact"),
-        *[pytest.param(n, ALL, False, c, marks=SLOW) for n, c in ((1, "exact"), (3, "per_rank"), (3, "exact"))],
+        *[
+            pytest.param(n, ALL, False, c, marks=SLOW)
+            for n, c in ((1, "exact"), (3, "per_rank"), (3, "exact"))
+        ],
         pytest.param(2, QUICK, True, "per_rank", marks=SLOW),
         pytest.param(4, QUICK[:1], True, "exact", marks=SLOW),
     ],
