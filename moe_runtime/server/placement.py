@@ -11,17 +11,16 @@ from starlette.responses import Response
 
 from moe_runtime.config_eplb import eplb_config
 from moe_runtime.engine.rebalance_request import parse_placement
-from moe_runtime.server import protocol
+from moe_runtime.server import parsing
 from moe_runtime.server.base import Engine
 from moe_runtime.server.errors import ApiError
-from moe_runtime.server.protocol import parse
 from moe_runtime.server.state import ServerState
 from moe_runtime.server.transport import decode_json, json_response, read_body
 
 MAX_WAIT_S = 3600.0
 
 
-class RebalanceRequest(protocol.Request):
+class RebalanceRequest(parsing.Request):
     """Body of /rebalance; may be left out."""
 
     placement: Any = Field(
@@ -39,7 +38,7 @@ def placement_router(state: ServerState) -> APIRouter:
     async def rebalance(request: Request) -> Response:
         with state.receiving():
             body = await read_body(request)
-        asked = parse(RebalanceRequest, decode_json(body) if body.strip() else {})
+        asked = parsing.parse(RebalanceRequest, decode_json(body) if body.strip() else {})
         engine = state.need().engine
         if not engine.config.enable_eplb:
             raise ApiError(

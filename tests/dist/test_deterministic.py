@@ -40,9 +40,7 @@ def result(output: Any) -> Result:
     ]
 
 
-def all_ways(
-    folder: Path, prompts: list[list[int]], ep: int, **settings: Any
-) -> tuple[list[list[Result]], int]:
+def all_ways(folder: Path, prompts: list[list[int]], ep: int, **settings: Any) -> tuple[list[list[Result]], int]:
     """The results of the prompts alone, found in the cache, and together; how often one was preempted."""
     with LLM(
         model=str(folder),

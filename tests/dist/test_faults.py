@@ -110,9 +110,7 @@ def test_a_killed_rank_ends_all_and_clients_are_told(
         for stream in streams:
             stream.wait_started()
         # Waits for one of the seats, so it has not been answered at all when the rank dies.
-        unstarted = pool.submit(
-            httpx.post, server.base_url + "/v1/completions", json=LONG | {"n": 8}, timeout=60
-        )
+        unstarted = pool.submit(httpx.post, server.base_url + "/v1/completions", json=LONG | {"n": 8}, timeout=60)
         time.sleep(0.1)
         pid = server.rank(victim).pid
         os.kill(pid, signal.SIGKILL)
@@ -187,11 +185,7 @@ def test_a_rank_that_is_silent_too_long_ends_all(
 
 LOADING = [("rank 0", signal.SIGKILL), ("front-end", signal.SIGKILL)]
 LOADING_TOO = [
-    *(
-        (who, signum)
-        for who in ("rank 0", "rank 1", "front-end")
-        for signum in (signal.SIGKILL, signal.SIGTERM)
-    ),
+    *((who, signum) for who in ("rank 0", "rank 1", "front-end") for signum in (signal.SIGKILL, signal.SIGTERM)),
     *(("command", signum) for signum in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)),
 ]
 
@@ -224,9 +218,7 @@ def test_a_rank_killed_while_nothing_happens(checkpoint: Path, tmp_path: Path) -
     with RealServer(checkpoint, EP, tmp_path / "log", *FLAGS) as server:
         time.sleep(3)
         server.rank(1).kill()
-        assert {answer for answer in answers_until_refused(server) if answer[0] != 200} == {
-            (503, "engine_dead")
-        }
+        assert {answer for answer in answers_until_refused(server) if answer[0] != 200} == {(503, "engine_dead")}
         assert server.wait_gone(END_S) != 0
 
 

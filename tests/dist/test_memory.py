@@ -55,9 +55,7 @@ def test_a_rank_takes_its_weights_its_cache_and_little_more(
     kv = NUM_BLOCKS * KVCache.bytes_per_block(spec.attention_specs(), BLOCK_SIZE, torch.bfloat16)
     limit = 1.15 * kept + kv + 400 * MIB
     assert weight_bytes > 500 * MIB
-    assert kept + expert_bytes / EP + kv + 150 * MIB > limit, (
-        "all experts, or its own a second time, would fit: the test shows nothing"
-    )
+    assert kept + expert_bytes / EP + kv + 150 * MIB > limit, "all experts, or its own a second time, would fit: the test shows nothing"
 
     draw = random.Random(seed)
     # Whole prompts, then batches of all sizes down to one.

@@ -38,9 +38,7 @@ def run(llm: LLM, prompts: list[list[int]], forks: list[tuple[list[int], int]]) 
     llm.reset_prefix_cache()
     for ids, cut in forks:
         outputs += llm.generate([ids], GREEDY, use_tqdm=False, routed_dp_rank=llm.config.ep - 1)
-        (hit,) = llm.generate(
-            [[*ids[:cut], *ids[: cut // 2]]], GREEDY, use_tqdm=False, routed_dp_rank=llm.config.ep - 1
-        )
+        (hit,) = llm.generate([[*ids[:cut], *ids[: cut // 2]]], GREEDY, use_tqdm=False, routed_dp_rank=llm.config.ep - 1)
         assert hit.num_cached_tokens >= cut
         outputs.append(hit)
     return outputs
@@ -63,9 +61,7 @@ def same_tokens(reference: Any, first: Any, second: Any) -> None:
     ("family", "ep", "extra"),
     [
         pytest.param("qwen3_moe", 2, {}, id="ep2"),
-        pytest.param(
-            "qwen2_moe", 2, {"dispatcher": "collective"}, id="ep2-collective", marks=pytest.mark.slow
-        ),
+        pytest.param("qwen2_moe", 2, {"dispatcher": "collective"}, id="ep2-collective", marks=pytest.mark.slow),
         pytest.param("olmoe", 4, {}, id="ep4", marks=pytest.mark.slow),
     ],
 )
@@ -148,18 +144,11 @@ def test_auto_switches_on_where_the_network_is_slow(
     )  # fmt: skip
     draw = random.Random(seed)
     prompts = [[draw.randrange(128) for _ in range(256)] for _ in range(96)]
-    settings = {
-        "max_model_len": 300,
-        "num_kv_blocks": 400,
-        "max_num_batched_tokens": 256,
-        "dispatch_delay_ms": 10.0,
-    }
+    settings = {"max_model_len": 300, "num_kv_blocks": 400, "max_num_batched_tokens": 256, "dispatch_delay_ms": 10.0}
     with start(tmp_path, 2, log_level="info", **settings) as llm:
         llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
         (one, two) = llm.stats
-    lines = [
-        line for line in capfd.readouterr().err.splitlines() if "overlap of steps with 256 to 511" in line
-    ]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "overlap of steps with 256 to 511" in line]
     assert one.two_batch_steps == two.two_batch_steps >= 16, lines
     assert "tokens: on. A step without takes" in lines[0]
 

@@ -107,13 +107,8 @@ def read(path: Path, halves: int) -> Passes:
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     rows = []
     for step in (e for e in events if e["name"] == "step" and e["args"]["halves"] == halves):
-        laps = [
-            e for e in events if e["tid"] == 0 and e is not step and 0 <= e["ts"] - step["ts"] < step["dur"]
-        ]
-        took = {
-            name: sum(e["dur"] for e in laps if e["name"] == name) / 1000
-            for name in {e["name"] for e in laps}
-        }
+        laps = [e for e in events if e["tid"] == 0 and e is not step and 0 <= e["ts"] - step["ts"] < step["dur"]]
+        took = {name: sum(e["dur"] for e in laps if e["name"] == name) / 1000 for name in {e["name"] for e in laps}}
         rows.append((step["dur"] / 1000, took["wait"], took["attention"] + took["experts"]))
     assert len(rows) == REPEATS
     return Passes(*(statistics.median(column) for column in zip(*rows, strict=True)))

@@ -100,9 +100,7 @@ def test_tokens_follow_from_the_seed(tmp_path: Path, seed: int) -> None:
                     check_drawn(model, p, tokens, s)
 
             llm.reset_prefix_cache()
-            together = run(
-                prompts + others, [seeded(s) for s in seeds] + [seeded(other_seed, top_p=0.7)] * 10
-            )
+            together = run(prompts + others, [seeded(s) for s in seeds] + [seeded(other_seed, top_p=0.7)] * 10)
             assert sum(rank.preemptions for rank in llm.stats) > 0, "the cache was too large for this test"
             for i, (p, s) in enumerate(zip(prompts, seeds, strict=True)):
                 for output in (alone[i], *hits[i], together[i]):

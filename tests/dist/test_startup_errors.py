@@ -48,9 +48,7 @@ def unsupported(folder: Path) -> list[str]:
 
 
 def unsupported_quantization(folder: Path) -> list[str]:
-    config = json.loads((folder / "config.json").read_text()) | {
-        "quantization_config": {"quant_method": "awq"}
-    }
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
     (folder / "config.json").write_text(json.dumps(config))
     return ["quant_method='awq'", "fp8", "compressed-tensors"]
 
@@ -95,12 +93,7 @@ CASES: dict[str, tuple[Damage, dict[str, Any], type[errors.MoeRuntimeError], lis
     "truncated for rank 1": (truncated_for_rank_1, {}, errors.CheckpointError, []),
     "tokenizer": (no_tokenizer, {}, errors.CheckpointError, []),
     "weights": (too_large, {}, errors.CapacityError, []),
-    "blocks": (
-        nothing,
-        {"num_kv_blocks": HUGE},
-        errors.CapacityError,
-        [f"num_kv_blocks={HUGE}", "GiB", "free"],
-    ),
+    "blocks": (nothing, {"num_kv_blocks": HUGE}, errors.CapacityError, [f"num_kv_blocks={HUGE}", "GiB", "free"]),
     "memory": (
         nothing,
         {"max_num_batched_tokens": HUGE},
@@ -150,7 +143,9 @@ def check_failed(server: RealServer, words: list[str]) -> None:
 @pytest.mark.parametrize("name", cases(QUICK_SERVER))
 def test_a_server_that_cannot_start_says_why_once(name: str, checkpoint: Path, tmp_path: Path) -> None:
     folder, settings, words = prepare(name, checkpoint, tmp_path)
-    with RealServer(folder, 2, tmp_path / "log", *as_flags(settings), launcher=PLAIN, wait=False) as server:
+    with RealServer(
+        folder, 2, tmp_path / "log", *as_flags(settings), launcher=PLAIN, wait=False
+    ) as server:
         check_failed(server, words)
         assert "Traceback" not in server.log()
 

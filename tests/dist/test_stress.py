@@ -116,9 +116,7 @@ def test_the_answers_under_stress_are_those_alone(tmp_path: Path, seed: int) -> 
         metrics = client.get("/metrics").text
         alone = [asyncio.run(send_all(server.base_url, [r]))[0] for r in requests[1 : 3 * NUM_ALONE : 3]]
         assert "Traceback" not in server.log()
-    preempted = [
-        line for line in metrics.splitlines() if line.startswith("moe_runtime:num_preemptions_total")
-    ]
+    preempted = [line for line in metrics.splitlines() if line.startswith("moe_runtime:num_preemptions_total")]
     assert sum(float(line.split()[-1]) for line in preempted) > 0, "the cache was too large for this test"
     left = 0
     for request, output in zip(requests, outputs, strict=True):

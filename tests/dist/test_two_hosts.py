@@ -41,20 +41,7 @@ def hosts() -> Iterator[list[str]]:
                 ip("netns", "add", name)
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"TWO HOSTS NOT TESTED: network namespaces cannot be made here: {error}")
-        ip(
-            "link",
-            "add",
-            cables[0],
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            cables[1],
-            "netns",
-            names[1],
-        )
+        ip("link", "add", cables[0], "netns", names[0], "type", "veth", "peer", "name", cables[1], "netns", names[1])
         for i, (name, cable) in enumerate(zip(names, cables, strict=True), start=1):
             ip("-n", name, "addr", "add", f"10.77.0.{i}/24", "dev", cable)
             for link in ("lo", cable):
