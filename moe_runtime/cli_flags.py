@@ -100,7 +100,12 @@ def spellings_of(f: dataclasses.Field[Any]) -> list[str]:
 
 
 def put(given: dict[str, Given], name: str, new: Given) -> None:
-    """Note a value in `given`. Raises ConfigError if the setting has another one already."""
+    """Note a value in `given`. Raises ConfigError if the setting has another one already.
+
+    From Python and settings files, the value of one of JSON_FLAGS may come as a mapping.
+    """
+    if f"--{name.replace('_', '-')}" in JSON_FLAGS and isinstance(new.value, dict):
+        new = Given(json.dumps(new.value), new.spelling)
     old = given.get(name)
     if old is not None and old.value != new.value:
         raise ConfigError(

@@ -49,7 +49,9 @@ class PeerServer:
     def __init__(self, host: str, secret: bytes, answer: Answer) -> None:
         """Listens on a free port of `host` (empty: all addresses). `answer` is called on several threads; may raise."""
         self._secret, self._answer = secret, answer
-        self._socket = socket.create_server((host, 0))
+        both = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, dualstack_ipv6=both)
         self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="peer-server", daemon=True).start()
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -31,6 +31,8 @@ from moe_runtime.placement.transition import check_reachable, next_round, num_co
 logger = logging.getLogger(__name__)
 
 GATHER_TIMEOUT_S = 30.0
+LOOK_TIMEOUT_S = 120.0
+"""A look that takes longer is given up; its thread is left behind."""
 
 
 class ReadLoads(msgspec.Struct, tag="read_loads"):
@@ -93,6 +95,7 @@ class Looker:
         self._plan, self._policy = plan, policy
         self._look: Look | None = None
         self._thread: threading.Thread | None = None
+        self._deadline = 0.0
 
     @property
     def busy(self) -> bool:
@@ -101,16 +104,21 @@ class Looker:
     def start(self, look: Look) -> None:
         """Not while busy."""
         assert self._look is None
-        self._look = look
+        self._look, self._deadline = look, time.monotonic() + LOOK_TIMEOUT_S
         self._thread = threading.Thread(target=self._run, args=(look,), name="load-look", daemon=True)
         self._thread.start()
 
     def poll(self) -> Look | None:
         """The look that has ended since the last call, if one has."""
         look, thread = self._look, self._thread
-        if look is None or thread is None or thread.is_alive():
+        if look is None or thread is None:
             return None
-        if not look.done and not look.failure:
+        if thread.is_alive():
+            if time.monotonic() < self._deadline:
+                return None
+            # The thread may still write to the look it was given.
+            look = replace(look, failure=f"planning takes longer than {LOOK_TIMEOUT_S:.0f} s")
+        elif not look.done and not look.failure:
             look.failure = "the thread that plans has died"
         self._look = self._thread = None
         return look

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,16 @@ def test_vllms_fields_and_its_dotted_form() -> None:
     )  # fmt: skip
     assert whole == dotted == EplbConfig(500, 700, 3, True, 9)
     assert settings() == EplbConfig()
+
+
+def test_a_mapping_from_python_and_from_a_settings_file(tmp_path: Path) -> None:
+    flags = {"ep": 2, "enable_eplb": True, "eplb_config": {"window_size": 5, "log_balancedness": True}}
+    wanted = EplbConfig(window_size=5, log_balancedness=True)
+    assert eplb_config(cli.from_keywords(EngineConfig, flags)) == wanted
+    (tmp_path / "settings.yaml").write_text("eplb-config:\n  window_size: 5\n  log_balancedness: true\n")
+    assert settings("--config", str(tmp_path / "settings.yaml")) == wanted
+    with pytest.raises(ConfigError, match="must be of type str"):
+        cli.from_keywords(EngineConfig, {"model": {"window_size": 5}})
 
 
 def test_sglangs_spellings() -> None:

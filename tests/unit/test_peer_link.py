@@ -149,3 +149,10 @@ def test_a_peer_that_hangs_up_within_its_answer() -> None:
         ours = client(listener.getsockname()[1])
         fails_soon(lambda: ours.ask_into(0, b"ab", memoryview(bytearray(100)), later(SOON)), 5.0)
         thread.join()
+
+
+def test_all_addresses_of_the_host_are_served() -> None:
+    made = PeerServer("", SECRET, answer)
+    for host in ("127.0.0.1", socket.gethostname()):
+        assert PeerClient([(host, made.port)], SECRET).ask(0, b"ab", later(SOON)) == b"bababa"
+    made.close()
