@@ -147,4 +147,4 @@ def test_without_the_flag_it_is_refused(tmp_path: Path) -> None:
             assert "--enable-eplb" in answer.json()["error"]["message"]
         assert client.get("/server_info").json()["eplb"] is None
         assert client.get("/health").json() == {"status": "ready"}
-        assert "eplb_" not in client.get("/metrics").text
+        assert "eplb_rebalances" not in client.get("/metrics").text

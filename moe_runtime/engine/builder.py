@@ -14,6 +14,7 @@ from moe_runtime.config_eplb import eplb_config
 from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.control import Control
 from moe_runtime.engine.engine import Engine
+from moe_runtime.engine.load_records import LoadRecords, describe
 from moe_runtime.engine.messages import Ready
 from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
 from moe_runtime.engine.overlap import OverlapModel
@@ -30,9 +31,10 @@ from moe_runtime.placement.balancer import make_plan
 from moe_runtime.placement.cost import Cluster
 from moe_runtime.placement.layout import contiguous, layer_placement
 from moe_runtime.placement.live_loads import LiveLoads
+from moe_runtime.placement.recorder import LoadRecorder
 from moe_runtime.placement.transition import with_empty_slots
 from moe_runtime.profiling.timeline import Timeline
-from moe_runtime.profiling.trace import StepTrace
+from moe_runtime.profiling.trace import StepTrace, trace_file
 from moe_runtime.topology import free_memory_bytes
 from moe_runtime.weights.loader import load_weights, weight_bytes
 
@@ -131,9 +133,10 @@ class RankBuilder:
     def connect(self) -> None:
         """Dispatcher, what experts and layers are computed with, and what watches them."""
         self.timeline = Timeline()
-        self.trace = StepTrace(
-            self.timeline, Path(self.config.trace_dir), self.topology.rank, self.config.trace_steps
-        )
+        self.trace = StepTrace(self.timeline)
+        if self.config.trace_steps:
+            write = trace_file(Path(self.config.trace_dir), self.topology.rank)
+            self.trace.begin(self.config.trace_steps, write)
         what = self.config, self.spec, self.dtype, self.topology
         self.dispatcher, dispatcher = backends_dispatch.make_dispatcher(*what)
         self.kernel, kernel = backends.make_experts(*what)
@@ -159,15 +162,19 @@ class RankBuilder:
             layer_placement(self.placement, layer, topology.rank, topology.device)
             for layer in range(spec.num_moe_layers)
         ]
+        self.recorder, self.records = self._recording()
         self.rebalancer: Rebalancer | None = None
         if not self.config.enable_eplb:
             return
-        self.loads = LiveLoads(spec.num_moe_layers, spec.num_experts, self.eplb.window_size, topology.device)
+        self.recorder.live = LiveLoads(
+            spec.num_moe_layers, spec.num_experts, self.eplb.window_size, topology.device
+        )
         self.rebalancer = Rebalancer(
             topology,
             PlacementInForce(self.placement, self.placements),
             SlotStore.of([mlp.expert_weights() for mlp in self.decoder.moe_mlps()]),
-            self.loads,
+            self.recorder,
+            self.recorder.live,
             self._planner(),
             self.eplb,
             self.config.eplb_dry_run,
@@ -186,17 +193,22 @@ class RankBuilder:
     def engine(self, link: RankLink) -> Engine:
         """The rank's engine. All stages must have succeeded on all ranks."""
         config, topology = self.config, self.topology
-        count = None if self.rebalancer is None else self.loads.count
         runner = ModelRunner(
             decoder=self.decoder,
             cache=self.cache,
             attention=self.attention,
             moe=ExpertParallelMoe(
-                self.dispatcher, self.kernel, self.placements, topology.rank, self.timeline, count=count
+                self.dispatcher,
+                self.kernel,
+                self.placements,
+                topology.rank,
+                self.timeline,
+                recorder=self.recorder,
             ),
             block_size=config.block_size,
             device=topology.device,
             trace=self.trace,
+            recorder=self.recorder,
         )
         scheduler = Scheduler(
             BlockManager(self.num_kv_blocks, config.block_size, config.enable_prefix_caching),
@@ -205,7 +217,27 @@ class RankBuilder:
             self.max_model_len,
         )
         control = Control(topology, config.step_timeout)
-        return Engine(topology.rank, scheduler, runner, control, link, self.overlap, self.rebalancer)
+        return Engine(
+            topology.rank, scheduler, runner, control, link, self.overlap, self.records, self.rebalancer
+        )
+
+    def _recording(self) -> tuple[LoadRecorder, LoadRecords]:
+        """The record of expert loads, and what deals with it."""
+        config, spec, topology = self.config, self.spec, self.topology
+        recorder = LoadRecorder(
+            spec.num_moe_layers,
+            spec.num_experts,
+            spec.top_k,
+            config.expert_load_memory_mib << 20,
+            topology.device,
+            [[list(slots) for slots in layer] for layer in self.placement.slots],
+            config.record_routes_share,
+        )
+        expert_bytes = 0
+        for mlp in self.decoder.moe_mlps()[:1]:
+            expert_bytes = mlp.expert_weights().num_bytes // len(self.placement.slots[0][0])
+        what = describe(config, spec, self.dtype, topology, expert_bytes)
+        return recorder, LoadRecords(topology.rank, recorder, what)
 
     @property
     def num_kv_blocks(self) -> int:

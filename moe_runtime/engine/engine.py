@@ -13,8 +13,11 @@ from moe_runtime.engine.messages import (
     REQUEST_TIME_BOUNDS,
     STEP_TOKEN_BOUNDS,
     Abort,
+    Profile,
+    Profiled,
     RankStats,
     Rebalance,
+    RecordLoads,
     ResetPrefixCache,
     SequenceUpdate,
     StepOutput,
@@ -31,10 +34,12 @@ if TYPE_CHECKING:
 
     from moe_runtime.core import StepPlan
     from moe_runtime.engine.control import Agreement, Control, StepTimes
+    from moe_runtime.engine.load_records import LoadRecords
     from moe_runtime.engine.model_runner import ModelRunner
     from moe_runtime.engine.rank_link import RankLink
     from moe_runtime.engine.rebalancing import Rebalancer
     from moe_runtime.engine.scheduler import Scheduler
+    from moe_runtime.profiling.timeline import Span
 
 IDLE_MOVE_S = 0.002
 """Between two headers while experts move and no rank has tokens."""
@@ -52,6 +57,7 @@ class Engine:
     control: Control
     link: RankLink
     overlap: OverlapModel
+    records: LoadRecords
     rebalancer: Rebalancer | None = None
     """None: experts stay where they are."""
     stopping: bool = False
@@ -92,6 +98,10 @@ class Engine:
         logits, self.times = self.runner.execute(plan, agreed, way)
         if self.rebalancer is not None:
             self.rebalancer.step_done(self.times)
+        self.stats.wait_us += self.times.wait_us
+        self.stats.forward_us += self.times.forward_us
+        if (news := self.records.news()) is not None:
+            self.link.send(news)
         sampling = [item.sequence for item in plan.scheduled if item.samples]
         sampled, failures = sample_each(logits, sampling)
         self.scheduler.commit(plan, [token.token_id for token in sampled])
@@ -131,6 +141,10 @@ class Engine:
                         # The front-end sends it to ranks that can.
                         assert self.rebalancer is not None
                         self.rebalancer.request(command)
+                    case Profile():
+                        self._profile(command)
+                    case RecordLoads():
+                        self.link.send(self.records.carry_out(command))
             if tick.commands:
                 self._report([])
 
@@ -146,6 +160,16 @@ class Engine:
             self.link.send(news)
         if rebalancer.take_changed():
             self._report([])
+
+    def _profile(self, command: Profile) -> None:
+        if not command.num_steps:
+            self.runner.trace.end()
+            return
+
+        def deliver(spans: list[Span]) -> None:
+            self.link.send(Profiled(self.rank, command.request, spans))
+
+        self.runner.trace.begin(command.num_steps, deliver)
 
     def _submit(self, command: Submit) -> None:
         sequence = Sequence(
@@ -188,6 +212,7 @@ class Engine:
             has_work=int(self.scheduler.has_work or (rebalancer is not None and rebalancer.busy)),
             last_tick=self.link.last_tick,
             stop=int(self.stopping),
+            prefill=int(any(not item.is_decode for item in plan.scheduled)),
             forward_us=times.forward_us if times else 0,
             wait_us=times.wait_us if times else 0,
             experts_us=times.experts_us if times else 0,
@@ -208,6 +233,10 @@ class Engine:
         stats.prefix_hits = blocks.prefix_hits
         if self.rebalancer is not None:
             stats.eplb = self.rebalancer.stats
+        traffic = self.runner.moe.dispatcher.traffic
+        stats.bytes_within_host = traffic.bytes_within_host
+        stats.bytes_between_hosts = traffic.bytes_between_hosts
+        stats.dispatch_rounds = traffic.rounds
         self.link.send(StepOutput(rank=self.rank, updates=updates, stats=stats))
 
 

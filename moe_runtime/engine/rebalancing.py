@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from moe_runtime.config import EplbConfig
     from moe_runtime.engine.control import Agreement, StepTimes
     from moe_runtime.placement.live_loads import LiveLoads
+    from moe_runtime.placement.recorder import LoadRecorder
     from moe_runtime.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -80,15 +81,17 @@ class Rebalancer:
         topology: Topology,
         in_force: PlacementInForce,
         store: SlotStore,
+        recorder: LoadRecorder,
         loads: LiveLoads,
         plan: Plan,
         settings: EplbConfig,
         dry_run: bool,
     ) -> None:
-        """Collective. `plan` is called on rank 0 only."""
+        """Collective. `recorder` is told which placement is in force; `plan` is called on rank 0 only."""
         self.rank, self._device = topology.rank, topology.device
         self.stats = EplbStats()
-        self._in_force, self._store, self._loads = in_force, store, loads
+        self._in_force, self._store = in_force, store
+        self._recorder, self._loads = recorder, loads
         self._deadline_s = settings.deadline_seconds
         self._news: PlacementNews | None = None
         self._told: tuple[object, ...] = ()
@@ -246,3 +249,4 @@ class Rebalancer:
     def _tell_placement(self) -> None:
         self.stats.version = self._in_force.placement.version
         self._news = PlacementNews(self.rank, self.stats.version, self.slots)
+        self._recorder.set_placement(self._news.slots)

@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 
 
 class LiveLoads:
-    """count() and step_done() are the step thread's; snapshot() is any thread's."""
+    """add(), called by the recorder, and step_done() are the step thread's; snapshot() is any thread's."""
 
     def __init__(self, num_layers: int, num_experts: int, window_size: int, device: torch.device) -> None:
         """`window_size`: steps that count, rounded up to NUM_WINDOWS windows."""
@@ -32,15 +32,14 @@ class LiveLoads:
         self._lock = threading.Lock()
         self._windows: deque[tuple[int, Array]] = deque(maxlen=NUM_WINDOWS)
 
-    def count(self, moe_layer: int, topk_ids_TK: torch.Tensor) -> None:
-        """Take note of a layer's routing; -1 is padding. No host synchronisation."""
-        ids = topk_ids_TK.reshape(-1) + 1
-        if self._ones.shape[0] < ids.shape[0]:
-            self._ones = self._ones.new_ones(ids.shape[0])
-        self._counts_LE1[moe_layer].scatter_add_(0, ids, self._ones[: ids.shape[0]])
+    def add(self, keys: torch.Tensor) -> None:
+        """Count choices: int64, each MoE layer * (E + 1) + 1 + expert, where expert -1 is none. No host synchronisation."""
+        if self._ones.shape[0] < keys.shape[0]:
+            self._ones = self._ones.new_ones(keys.shape[0])
+        self._counts_LE1.view(-1).scatter_add_(0, keys, self._ones[: keys.shape[0]])
 
     def step_done(self) -> None:
-        """All layers of a step have been counted. Every rank calls it after every step."""
+        """A step's choices have all been added. Every rank calls it after every step."""
         self._num_steps += 1
         if self._num_steps % self.window_steps:
             return

@@ -19,6 +19,7 @@ from moe_runtime.config import EngineConfig
 from moe_runtime.engine.async_llm import AsyncLLM
 from moe_runtime.engine.rebalance_request import Rebalanced
 from moe_runtime.errors import EngineDeadError
+from moe_runtime.placement.record import load_record
 from tests.helpers.faulty_rank import FAULT_FILE, SLOW_S
 from tests.helpers.tiny_models import make_tiny
 
@@ -173,6 +174,11 @@ def test_requests_run_across_moves_and_nothing_changes(
             stats = [rank.eplb for rank in it.llm.stats]
             assert len({(s.applied, s.version) for s in stats if s is not None}) == 1
             assert sum(s.moved_bytes for s in stats if s is not None) > 0
+            # The record of the load knows which placement was in force.
+            record = load_record((await it.llm.dump_expert_distribution_record(tmp_path / "record")).folder)
+            assert stats[0] is not None
+            assert len(record.meta.placements) == stats[0].version + 1
+            assert record.meta.placements[-1] == it.placement()
 
     run(main())
 

@@ -25,6 +25,7 @@ from moe_runtime.placement.balancer import (
 from moe_runtime.placement.cost import Cluster
 from moe_runtime.placement.layout import contiguous
 from moe_runtime.placement.live_loads import NUM_WINDOWS, LiveLoads, join_windows
+from moe_runtime.placement.recorder import LoadRecorder, PartTokens
 from moe_runtime.placement.transition import check_reachable, with_empty_slots
 
 POLICY = Policy(
@@ -145,29 +146,39 @@ def test_a_plan_that_cannot_be_reached_is_an_error() -> None:
         decide(seen, current, lambda loads, now: full, POLICY, COSTS)
 
 
-def test_the_load_is_counted_without_padding_and_by_windows(seed: int) -> None:
+@pytest.mark.parametrize("recording", [True, False])
+def test_the_load_is_counted_without_padding_and_by_windows(recording: bool, seed: int) -> None:
+    """Through the recorder, of steps in one part and in two, whether it records or was told to stop."""
     layers, experts, window = 2, 5, 3
-    counted = LiveLoads(layers, experts, window * NUM_WINDOWS, torch.device("cpu"))
-    assert counted.window_steps == window
+    live = LiveLoads(layers, experts, window * NUM_WINDOWS, torch.device("cpu"))
+    recorder = LoadRecorder(layers, experts, 3, 1 << 20, torch.device("cpu"), [])
+    recorder.live = live
+    if not recording:
+        recorder.stop()
+    assert live.window_steps == window
     generator = torch.Generator().manual_seed(seed)
     expected: list[Array] = []
     for step in range(window * (NUM_WINDOWS + 3) + 2):
         if step % window == 0:
             expected.append(np.zeros((layers, experts), dtype=np.int64))
+        # Also no tokens.
+        sizes = torch.randint(0, 4, (1 + step % 2,), generator=generator).tolist()
+        recorder.begin_step([PartTokens(torch.randint(0, 2, (n,), generator=generator)) for n in sizes])
         for layer in range(layers):
-            # Also no tokens, and several calls for the parts of a step.
-            for _ in range(2):
-                tokens = int(torch.randint(0, 4, (), generator=generator))
+            for tokens in sizes:
                 ids = torch.randint(-1, experts, (tokens, 3), generator=generator)
-                counted.count(layer, ids)
+                recorder.count(ids)
                 for e in ids.flatten().tolist():
                     if e >= 0:
                         expected[-1][layer, e] += 1
-        counted.step_done()
-    seen = counted.snapshot()
+        recorder.end_step(1, 1, prefill=False)
+        live.step_done()
+    seen = live.snapshot()
     assert list(seen) == list(range(4, NUM_WINDOWS + 4)), "the last that are whole"
     for number, counts in seen.items():
         assert np.array_equal(counts, expected[number - 1])
+    recorded = int(recorder.arrays()["counts_WPLE"].sum())
+    assert recorded == (sum(int(counts.sum()) for counts in expected) if recording else 0)
 
 
 def test_only_windows_that_all_ranks_have_count() -> None:
