@@ -51,7 +51,33 @@ def pack(problem: Problem, load_LE: Array, count_LE: Array) -> Array:
     return held_LNE
 
 
-def _strides(num_ranks: int) -> list[int]:
+def pack_level(problem: Problem, load_LE: Array, count_LE: Array) -> Array:
+    """bool (L, N, E): replicas by falling share, each onto the least loaded rank that has room and lacks the expert.
+
+    The longest-processing-time rule (Graham, SIAM J. Appl. Math. 17(2), 1969): for splits that use replicas evenly whatever the batch.
+    """
+    share_LE = load_LE / count_LE
+    held_LNE = np.zeros((problem.num_layers, problem.num_ranks, problem.num_experts), dtype=bool)
+    held_LNE[:] = problem.pinned_NE
+    room_LN = np.tile(problem.room_N - problem.pinned_NE.sum(axis=1), (problem.num_layers, 1))
+    load_LN = np.einsum("lne,le->ln", held_LNE, share_LE)
+    order_LE = np.argsort(-share_LE, axis=1, kind="stable")
+    expert_LS, _ = _as_list(count_LE - problem.pinned_NE.sum(axis=0), order_LE)
+    rows = np.arange(problem.num_layers)
+    for expert_L in expert_LS.T:
+        barred_LN = held_LNE[rows, :, expert_L] | (room_LN <= 0)
+        rank_L = np.where(barred_LN, np.inf, load_LN).argmin(axis=1)
+        stuck_L = barred_LN[rows, rank_L]
+        for layer in np.flatnonzero(stuck_L):
+            make_way(held_LNE[layer], room_LN[layer], problem.pinned_NE, int(expert_L[layer]))
+        layer_x = rows[~stuck_L]
+        held_LNE[layer_x, rank_L[layer_x], expert_L[layer_x]] = True
+        room_LN[layer_x, rank_L[layer_x]] -= 1
+        load_LN[layer_x, rank_L[layer_x]] += share_LE[layer_x, expert_L[layer_x]]
+    return held_LNE
+
+
+def strides(num_ranks: int) -> list[int]:
     """Steps of successive rings: 1, then those prime to the number of ranks, nearest to its golden section first."""
     golden = num_ranks * (3 - math.sqrt(5)) / 2
     others = [s for s in range(2, num_ranks // 2 + 1) if math.gcd(s, num_ranks) == 1]
@@ -62,16 +88,14 @@ def _ring_places(alive: Array, num_ranks: int) -> Array:
     """int64 (rings, N): the place of each rank on each ring; ranks that hold nothing come last."""
     n = len(alive)
     place_RN = []
-    for stride in _strides(n):
+    for stride in strides(n):
         place_N = np.full(num_ranks, num_ranks)
         place_N[alive[np.arange(n) * stride % n]] = np.arange(n)
         place_RN.append(place_N)
     return np.array(place_RN)
 
 
-def _lay_rings(
-    held_LNE: Array, room_LN: Array, count_LE: Array, share_LE: Array, pinned_NE: Array
-) -> None:
+def _lay_rings(held_LNE: Array, room_LN: Array, count_LE: Array, share_LE: Array, pinned_NE: Array) -> None:
     """Place all replicas of replicated experts: each expert on consecutive places of a ring, from the last place of the one before."""
     alive = np.flatnonzero(room_LN.any(axis=0))
     num_alive = len(alive)
@@ -82,7 +106,9 @@ def _lay_rings(
     rows = np.arange(len(count_LE))
     ring_L, at_L = np.zeros_like(rows), np.zeros_like(rows)  # ring, and place on it, of the last replica
     for expert_L, first_L in zip(expert_LS.T, first_LS.T, strict=True):
-        want_L = np.where(first_L, at_L, at_L + 1)  # the place after the last of a ring is the first of the next: the same rank
+        want_L = np.where(
+            first_L, at_L, at_L + 1
+        )  # the place after the last of a ring is the first of the next: the same rank
         ring_L, want_L = _onto_next_ring(ring_L, want_L, np.zeros_like(rows), place_RN, num_alive)
         ahead_LN = (place_RN[ring_L] - want_L[:, None]) % num_alive
         barred_LN = held_LNE[rows, :, expert_L] | (room_LN <= 0)
@@ -97,7 +123,9 @@ def _lay_rings(
         ring_L, at_L = _onto_next_ring(ring_L, want_L + step_L % num_alive, rank_L, place_RN, num_alive)
 
 
-def _onto_next_ring(ring_L: Array, at_L: Array, rank_L: Array, place_RN: Array, num_alive: int) -> tuple[Array, Array]:
+def _onto_next_ring(
+    ring_L: Array, at_L: Array, rank_L: Array, place_RN: Array, num_alive: int
+) -> tuple[Array, Array]:
     """Past the end of a ring, go on from where `rank_L` is on the next one (place 0 is the same rank on all)."""
     next_L = np.where(at_L >= num_alive, (ring_L + 1) % len(place_RN), ring_L)
     return next_L, np.where(at_L >= num_alive, place_RN[next_L, rank_L] % num_alive, at_L)
@@ -127,14 +155,16 @@ def _as_list(missing_LE: Array, order_LE: Array) -> tuple[Array, Array]:
 
 def _level_singles(held_LNE: Array, room_LN: Array, count_LE: Array, share_LE: Array) -> None:
     """Place experts of one replica in rounds: every rank with the most room gets one, the least loaded rank the hottest."""
-    num_layers, num_ranks, num_experts = held_LNE.shape
+    num_layers, num_ranks, _ = held_LNE.shape
     load_LN = np.einsum("lne,le->ln", held_LNE, share_LE)
     single_LE = (count_LE == 1) & ~held_LNE.any(axis=1)
     order_LE = np.argsort(-np.where(single_LE, share_LE, -1.0), axis=1, kind="stable")
     left_L = single_LE.sum(axis=1)
     next_L = np.zeros(num_layers, dtype=np.int64)
     while left_L.any():
-        takes_LN = room_LN == room_LN.max(axis=1, keepdims=True)  # those with more room take part in more rounds
+        takes_LN = room_LN == room_LN.max(
+            axis=1, keepdims=True
+        )  # those with more room take part in more rounds
         rank_LN = np.argsort(np.where(takes_LN, load_LN, np.inf), axis=1, kind="stable")
         num_L = np.minimum(takes_LN.sum(axis=1), left_L)
         layer, place = np.nonzero(np.arange(num_ranks) < num_L[:, None])
@@ -152,7 +182,7 @@ def make_way(held_NE: Array, room_N: Array, pinned_NE: Array, expert: int) -> No
     Raises ConfigError if no chain exists: then no placement with so many replicas of it does.
     """
     start = [int(r) for r in np.flatnonzero(~held_NE[:, expert])]
-    came: dict[int, tuple[int, int]] = {r: (expert, -1) for r in start}
+    came: dict[int, tuple[int, int]] = dict.fromkeys(start, (expert, -1))
     queue = list(start)
     for rank in queue:
         if room_N[rank] > 0:
@@ -169,4 +199,6 @@ def make_way(held_NE: Array, room_N: Array, pinned_NE: Array, expert: int) -> No
             if other not in came and free.any():
                 came[other] = (int(free.argmax()), rank)
                 queue.append(other)
-    raise ConfigError(f"expert {expert} cannot have another replica: no rank that lacks it can make way; give more slots")
+    raise ConfigError(
+        f"expert {expert} cannot have another replica: no rank that lacks it can make way; give more slots"
+    )

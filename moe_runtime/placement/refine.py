@@ -92,7 +92,13 @@ def _has(slots: Array, experts: Array) -> Array:
 
 
 def relabel(
-    held_LNE: Array, share_VLE: Array, count_LE: Array, movable_LE: Array, *, rounds: int, budget: int | None = None
+    held_LNE: Array,
+    share_VLE: Array,
+    count_LE: Array,
+    movable_LE: Array,
+    *,
+    rounds: int,
+    budget: int | None = None,
 ) -> int:
     """Let experts with equally many replicas change places as a whole: load levels, the graph of shared experts stays.
 
@@ -109,7 +115,9 @@ def relabel(
         layers = np.flatnonzero(uneven_L & (failed_L < min(4, num_used)))
         if not len(layers) or moved == budget:
             break
-        one, two, gain = _best_relabelling(held_LNE, share_VLE, count_LE, movable_LE, load_VLN, layers, failed_L)
+        one, two, gain = _best_relabelling(
+            held_LNE, share_VLE, count_LE, movable_LE, load_VLN, layers, failed_L
+        )
         better = gain < -1e-6
         failed_L[layers] = np.where(better, 0, failed_L[layers] + 1)
         layers, one, two, gain = layers[better], one[better], two[better], gain[better]
@@ -157,7 +165,11 @@ def _best_relabelling(
     change = np.matmul(share_e, own) + np.matmul(own_e, share)
     change -= (share_e * own_e).sum(axis=2)[:, :, None]
     change -= (share * own).sum(axis=1)[:, None, :]
-    squares = (share_e**2).sum(axis=2)[:, :, None] + (share**2).sum(axis=1)[:, None, :] - 2 * np.matmul(share_e, share)
+    squares = (
+        (share_e**2).sum(axis=2)[:, :, None]
+        + (share**2).sum(axis=1)[:, None, :]
+        - 2 * np.matmul(share_e, share)
+    )
     count_e = count[x1, e][:, :, None]
     change += squares * (count_e - np.matmul(held32.swapaxes(1, 2)[x1, e], held32))
     fits = (count[:, None, :] == count_e) & movable[:, None, :] & (movable & there)[x1, e][:, :, None]

@@ -89,10 +89,8 @@ def split_rows(
         return _static(counts_NE, replicas)
     if method == "random":
         drawn = np.random.default_rng(seed)
-        some = np.arange(replicas.slot_EC.shape[1]) < replicas.count_E[:, None]
-        return drawn.multinomial(
-            counts_NE, np.broadcast_to(some / replicas.count_E[:, None], (*counts_NE.shape, some.shape[1]))
-        )
+        share_EC = (replicas.slot_EC >= 0) / replicas.count_E[:, None]
+        return drawn.multinomial(counts_NE, share_EC)
     raise ConfigError(f"unknown split {method!r}; choose from {', '.join(SPLITS)}")
 
 
