@@ -32,8 +32,8 @@ def predicted_us(
     num_windows, num_layers, num_experts = loads_WLE.shape
     num_ranks, width = slots_LNp.shape[1:]
     replicas = [Replicas.of(slots_Np, num_experts) for slots_Np in slots_LNp]
-    alive_N: Array = (slots_LNp >= 0).any(axis=(0, 2))
-    tokens_N = np.where(alive_N, tokens_per_rank, 0)
+    alive_N = np.any(slots_LNp >= 0, axis=(0, 2)).astype(np.int64)
+    tokens_N = alive_N * tokens_per_rank
     times = np.zeros(num_windows)
     for window, loads_LE in enumerate(loads_WLE):
         rows_LNp = np.zeros((num_layers, num_ranks, width))

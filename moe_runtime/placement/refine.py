@@ -123,7 +123,7 @@ def relabel(
         layers, one, two, gain = layers[better], one[better], two[better], gain[better]
         if budget is not None:
             cost = (held_LNE[layers, :, one] != held_LNE[layers, :, two]).sum(axis=1)
-            order = np.argsort(gain / cost, kind="stable")
+            order = np.argsort(gain / np.maximum(cost, 1), kind="stable")
             fits = order[np.cumsum(cost[order]) <= budget - moved]
             if not len(fits):
                 break
