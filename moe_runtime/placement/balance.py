@@ -8,21 +8,23 @@ which proves the optimum (Ford and Fulkerson). Plain lists: for the few dozen re
 
 from __future__ import annotations
 
+import math
+
 LEVELLING_PASSES = 6
 
 
 def share_out(
-    base: list[int], loads: list[int], ranks: list[list[int]], least: int = 0
+    base: list[int], loads: list[int], ranks: list[list[int]], slack: float = 0.0
 ) -> tuple[list[list[int]], list[int]]:
     """How much of each load each of its ranks takes, and what every rank has in the end.
 
     `base` is what a rank has anyway; load i may go to `ranks[i]`, each rank listed once. The largest result is the least possible in
-    whole numbers, that is ceil of the linear optimum; the passes stop early at `least` or at the mean. The result depends on the
-    arguments only.
+    whole numbers, that is ceil of the linear optimum, or at most 1 + `slack` times the mean, which ends the search early. The result
+    depends on the arguments only.
     """
     total = list(base)
     shares = [_level_one(total, load, where) for load, where in zip(loads, ranks, strict=True)]
-    goal = max(least, -(-sum(total) // len(total)))
+    goal = max(math.ceil(sum(total) / len(total)), int(sum(total) / len(total) * (1 + slack)))
     for _ in range(LEVELLING_PASSES):
         if max(total) <= goal or not _level_all(total, shares, ranks):
             break

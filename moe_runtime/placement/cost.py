@@ -125,7 +125,7 @@ class Cluster:
         return self.num_nodes * self.ranks_per_node
 
     @property
-    def same_node_NN(self) -> Array:
+    def same_node_NN(self) -> Array:  # noqa: N802
         """bool: whether two ranks share a node."""
         node_N = np.arange(self.num_ranks) // self.ranks_per_node
         return node_N[:, None] == node_N

@@ -49,7 +49,7 @@ class Problem:
         return int(self.room_N.sum())
 
     @property
-    def load_LE(self) -> Array:
+    def load_LE(self) -> Array:  # noqa: N802
         """Mean over windows."""
         mean_LE: Array = self.loads_WLE.mean(axis=0)
         return mean_LE
@@ -78,7 +78,7 @@ def make_problem(
         raise ConfigError(
             f"num_slots={num_slots} is too few for {num_experts} experts{why}: at least {least}"
         )
-    room_N = _room(num_slots, _limits(max_slots_per_rank, alive_N, num_experts))
+    room_N = deal_out(num_slots, _limits(max_slots_per_rank, alive_N, num_experts))
     if room_N.sum() < least:
         raise ConfigError(
             f"max_slots_per_rank={max_slots_per_rank!r} leaves {int(room_N.sum())} slots on the {int(alive_N.sum())} ranks"
@@ -133,16 +133,18 @@ def _limits(max_slots_per_rank: int | Sequence[int] | None, alive_N: Array, num_
     return np.minimum(given, num_experts) * alive_N
 
 
-def _room(num_slots: int, limit_N: Array) -> Array:
-    """Deal slots out as evenly as the limits allow, the first ranks getting one more; what no rank may hold is left out."""
-    room_N = np.zeros_like(limit_N)
-    left = min(num_slots, int(limit_N.sum()))
-    while left:
+def deal_out(num_slots: int, limit_N: Array, start_N: Array | int = 0) -> Array:
+    """int64 (N,): slots per rank, as even as `limit_N` and at least `start_N` allow, the first ranks getting one more.
+
+    What no rank may hold is left out.
+    """
+    room_N = np.zeros_like(limit_N) + start_N
+    left = min(num_slots, int(limit_N.sum())) - int(room_N.sum())
+    while left > 0:
         open_N = np.flatnonzero(room_N < limit_N)
-        each = max(left // len(open_N), 1)
-        add = np.minimum(limit_N[open_N] - room_N[open_N], each)[:left]
-        room_N[open_N[: len(add)]] += add
-        left -= int(add.sum())
+        lowest = np.flatnonzero((room_N == room_N[open_N].min()) & (room_N < limit_N))[:left]
+        room_N[lowest] += 1
+        left -= len(lowest)
     return room_N
 
 

@@ -17,6 +17,7 @@ from moe_runtime.errors import ConfigError
 from moe_runtime.placement.balance import share_out
 
 Array = npt.NDArray[Any]
+SLACK = 0.002
 SPLITS = ("static", "random", "waterfill", "one_replica")
 
 
@@ -73,7 +74,7 @@ def split_rows(
 
     * `static`: every source uses its own replica, else the one chosen by its rank, as `layout.layer_placement`;
     * `random`: each token draws its replica; `seed` (say of step and layer) must be the same on all ranks;
-    * `waterfill`: the fullest rank gets as few rows as possible (exactly: `balance.share_out`);
+    * `waterfill`: the fullest rank gets as few rows as possible (exactly, up to SLACK: `balance.share_out`);
     * `one_replica`: all of an expert's tokens go to one replica, so that the rank with the most experts to read has as few as
       possible, and of those choices one by fewest rows: for decode, where reading weights is what takes time.
 
@@ -89,10 +90,9 @@ def split_rows(
         return _static(counts_NE, replicas)
     if method == "random":
         drawn = np.random.default_rng(seed)
-        some = np.arange(replicas.slot_EC.shape[1]) < replicas.count_E[:, None]
-        return drawn.multinomial(
-            counts_NE, np.broadcast_to(some / replicas.count_E[:, None], (*counts_NE.shape, some.shape[1]))
-        )
+        even_EC: Array = (replicas.slot_EC >= 0) / replicas.count_E[:, None]
+        rows_NEC: Array = drawn.multinomial(counts_NE, even_EC)  # type: ignore[misc]  # its stubs know one dimension
+        return rows_NEC
     raise ConfigError(f"unknown split {method!r}; choose from {', '.join(SPLITS)}")
 
 
@@ -104,26 +104,38 @@ def rank_rows(rows_NEC: Array, replicas: Replicas) -> Array:
     ).astype(np.int64)
 
 
-def waterfill(load_E: Array, replicas: Replicas) -> Array:
-    """int64 (E, C): rows of each expert for each replica, the fullest rank having as few as whole numbers allow."""
+def waterfill(load_E: Array, replicas: Replicas, slack: float = SLACK) -> Array:
+    """int64 (E, C): rows of each expert for each replica, so that the fullest rank has as few as whole numbers allow.
+
+    Or at most 1 + slack times the mean, which no split could better by more.
+    """
+    shares, _ = _share_out(load_E, replicas, slack)
     share_EC = np.zeros(replicas.slot_EC.shape, dtype=np.int64)
     share_EC[:, 0] = load_E
-    if not len(replicas.shared_D):
-        return share_EC
+    if len(shares):
+        width = share_EC.shape[1]
+        share_EC[replicas.shared_D] = [s + [0] * (width - len(s)) for s in shares]
+    return share_EC
+
+
+def most_rows(load_E: Array, replicas: Replicas) -> int:
+    """Rows of the fullest rank after `waterfill`."""
+    return max(_share_out(load_E, replicas, SLACK)[1])
+
+
+def _share_out(load_E: Array, replicas: Replicas, slack: float) -> tuple[list[list[int]], list[int]]:
+    """Rows per replica of each shared expert, and of each rank."""
     loads_D = load_E[replicas.shared_D]
     base = np.bincount(replicas.first_rank_E, weights=load_E, minlength=replicas.num_ranks)
     base -= np.bincount(
         replicas.first_rank_E[replicas.shared_D], weights=loads_D, minlength=replicas.num_ranks
     )
-    shares, _ = share_out([int(b) for b in base], loads_D.tolist(), replicas.ranks_D)
-    width = share_EC.shape[1]
-    share_EC[replicas.shared_D] = [s + [0] * (width - len(s)) for s in shares]
-    return share_EC
+    return share_out(base.astype(np.int64).tolist(), loads_D.tolist(), replicas.ranks_D, slack)
 
 
 def one_replica(load_E: Array, replicas: Replicas) -> Array:
     """int64 (E, C): all rows of an expert at one of its replicas; the most experts with rows on any rank is as small as can be."""
-    active_EC = waterfill((load_E > 0).astype(np.int64), replicas)
+    active_EC = waterfill((load_E > 0).astype(np.int64), replicas, slack=0.0)
     return active_EC * load_E[:, None]
 
 
