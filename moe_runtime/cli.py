@@ -24,6 +24,7 @@ from moe_runtime.cli_flags import (
     base_type,
     convert,
     help_text,
+    join_dotted,
     negative_flags,
     put,
     settings_of,
@@ -78,7 +79,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_arguments(self, argv: Sequence[str]) -> Arguments:
         """Raises ConfigError on anything that is not understood. Leaves the process on --help and --version."""
-        arguments = [with_hyphens(a) for a in argv]
+        arguments = join_dotted([with_hyphens(a) for a in argv])
         try:
             namespace, unknown = self.parse_known_args(arguments)
         except ConfigError:

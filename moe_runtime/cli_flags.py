@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,9 @@ from moe_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+JSON_FLAGS = ("--eplb-config",)
+"""Whose value is a JSON object, and whose keys may also be given one by one, after a dot."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,30 @@ def with_hyphens(argument: str) -> str:
         return argument
     flag, equals, value = argument.partition("=")
     return flag.replace("_", "-") + equals + value
+
+
+def join_dotted(arguments: Sequence[str]) -> list[str]:
+    """`--eplb-config.window-size 9` as `--eplb-config={"window_size": 9}`, with the other keys of the setting."""
+    joined: dict[str, dict[str, Any]] = {}
+    rest: list[str] = []
+    remaining = iter(arguments)
+    for argument in remaining:
+        flag, equals, value = argument.partition("=")
+        name, dot, key = flag.partition(".")
+        if not dot or name not in JSON_FLAGS:
+            rest.append(argument)
+            continue
+        text = value if equals else next(remaining, None)
+        if text is None:
+            raise ConfigError(f"{flag}: expected one argument")
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = text
+        key = key.replace("-", "_")
+        if joined.setdefault(name, {}).setdefault(key, found) != found:
+            raise ConfigError(f"{flag} is given twice, as {joined[name][key]} and {found}")
+    return rest + [f"{name}={json.dumps(keys)}" for name, keys in joined.items()]
 
 
 def settings_of(configs: Sequence[type]) -> dict[str, dataclasses.Field[Any]]:
@@ -72,7 +100,12 @@ def spellings_of(f: dataclasses.Field[Any]) -> list[str]:
 
 
 def put(given: dict[str, Given], name: str, new: Given) -> None:
-    """Note a value in `given`. Raises ConfigError if the setting has another one already."""
+    """Note a value in `given`. Raises ConfigError if the setting has another one already.
+
+    From Python and settings files, the value of one of JSON_FLAGS may come as a mapping.
+    """
+    if f"--{name.replace('_', '-')}" in JSON_FLAGS and isinstance(new.value, dict):
+        new = Given(json.dumps(new.value), new.spelling)
     old = given.get(name)
     if old is not None and old.value != new.value:
         raise ConfigError(

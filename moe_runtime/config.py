@@ -98,6 +98,12 @@ class EngineConfig(_Checked):
                           " in chunks (chunks); auto: what measured step times say", choices=(AUTO, "off", "on", "chunks"))
     dispatch_delay_ms: float = _field(0.0, "parallel", "Hold messages between ranks back, to try out a slower network (one_sided dispatcher on CPUs)",
                                       low=0, high=10_000)
+    enable_eplb: bool = _field(False, "parallel", "Move experts between ranks while serving, as the load asks for")
+    eplb_config: str | None = _field(None, "parallel", "Settings of --enable-eplb, a JSON object with vLLM's names: see docs/rebalancing.md")
+    eplb_dry_run: bool = _field(False, "parallel", "With --enable-eplb: say what would be moved and what it would gain, and move nothing")
+    eplb_rebalance_num_iterations: int | None = _field(None, "parallel", "Steps from one look at the load to the next: step_interval of --eplb-config", low=1)
+    eplb_min_rebalancing_utilization_threshold: float | None = _field(
+        None, "parallel", "Balancedness from which on nothing is moved: min_utilization of --eplb-config", low=0.0, high=1.0)
     step_timeout: float = _field(300.0, "parallel", "Seconds after which a silent rank counts as lost",
                                  aliases=("distributed-timeout-seconds", "dist-timeout"), low=1)
 
@@ -134,6 +140,25 @@ class EngineConfig(_Checked):
     trace_steps: int = _field(0, "logging", "Steps, from the first on, of which each rank writes a trace for ui.perfetto.dev", low=0)
     trace_dir: str = _field("trace", "logging", "Folder for the traces: one file per rank, or one for all after POST /stop_profile")
     log_stats_interval: float = _field(10.0, "logging", "Seconds between throughput lines while busy; 0: none", low=0)
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class EplbConfig(_Checked):
+    """How the placement of experts follows the load. vLLM's names where it has one."""
+
+    # fmt: off
+    window_size: int = _field(1000, "eplb", "Most recent steps whose load counts", low=1)
+    step_interval: int = _field(3000, "eplb", "Steps from one look at the load to the next", low=1)
+    num_redundant_experts: int = _field(0, "eplb", "Extra copies of experts in every MoE layer", low=0)
+    log_balancedness: bool = _field(False, "eplb", "Log the balancedness")
+    log_balancedness_interval: int = _field(1000, "eplb", "Steps between these lines", low=1)
+    min_utilization: float = _field(1.0, "eplb", "Balancedness from which on nothing is planned", low=0.0, high=1.0)
+    min_gain: float = _field(0.05, "eplb", "Share of the experts' time that a move must be expected to save", low=0.0, high=1.0)
+    hysteresis: float = _field(2.0, "eplb", "How many times its cost a move must be expected to save until the next look", low=0.0)
+    max_bytes_per_step: int = _field(4 << 20, "eplb", "Bytes of weights that a rank fetches during one step at most", low=1 << 12)
+    deadline_seconds: float = _field(600.0, "eplb", "Time after which a move is given up", low=0.1)
+    num_staging_slots: int = _field(1, "eplb", "Slots per rank and MoE layer that stay empty, to move experts into", low=1, high=64)
     # fmt: on
 
 

@@ -86,7 +86,7 @@ class ExpertParallelMoe:
     dispatcher: Dispatcher
     kernel: ExpertKernel
     placements: Sequence[LayerPlacement]
-    """One per MoE layer, in model order."""
+    """One per MoE layer, in model order. Replaced between steps when experts move."""
     rank: int
     timeline: Timeline = field(default_factory=Timeline)
     """Is told what took how long."""

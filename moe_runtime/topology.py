@@ -48,6 +48,8 @@ class Topology:
     """NCCL on CUDA, else the control group: token rows."""
     peer_pids: tuple[int, ...]
     """Process id of every rank, 0 for those on other hosts."""
+    own_address: str = "127.0.0.1"
+    """Where ranks of all hosts reach this one."""
 
     @property
     def single_host(self) -> bool:
@@ -139,24 +141,36 @@ def init_topology(ep: int, device: str, step_timeout: float, rendezvous: str | N
         control_group=control,
         data_group=data,
         peer_pids=tuple(int(pid) if where == host else 0 for where, pid in seen),
+        own_address="127.0.0.1" if world_size == local_world_size else address_for(env["MASTER_ADDR"]),
     )
 
 
 def interface_to(address: str) -> str | None:
     """The network interface on the way to a host, None if that is unknown or the loopback."""
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # sends nothing; chooses the way
-            own = probe.getsockname()[0]
-    except OSError:
-        return None
-    if ipaddress.ip_address(own).is_loopback:
+    own = _own_address_towards(address)
+    if own is None:
         return None
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == own for entry in addresses):
             return name
     return None
+
+
+def address_for(address: str) -> str:
+    """This host's address on the way to `address`; `address` itself if that is this host."""
+    return _own_address_towards(address) or address
+
+
+def _own_address_towards(address: str) -> str | None:
+    """None if the way is unknown or the loopback."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing; chooses the way
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    return None if ipaddress.ip_address(own).is_loopback else own
 
 
 @contextmanager

@@ -13,11 +13,19 @@ from typing import Any
 from moe_runtime.config import EngineConfig, replace
 from moe_runtime.core import SamplingParams
 from moe_runtime.engine.frontend_link import FrontendLink
-from moe_runtime.engine.messages import Profiled, RankStats, Ready, ResetPrefixCache
+from moe_runtime.engine.messages import (
+    PlacementNews,
+    Profiled,
+    RankStats,
+    Ready,
+    Rebalance,
+    ResetPrefixCache,
+)
 from moe_runtime.engine.outputs import CompletionDelta, DumpedRecord, ProfileResult, RequestOutput
 from moe_runtime.engine.rank_chooser import RankChooser
 from moe_runtime.engine.rank_client import RankClient
 from moe_runtime.engine.ranks import WORKER, LocalRanks
+from moe_runtime.engine.rebalance_request import Rebalanced, Slots, request_rebalance
 from moe_runtime.engine.requests import (
     CheckedRequest,
     ModelLimits,
@@ -74,7 +82,9 @@ class AsyncLLM:
         self._seeds = random.Random(config.seed)
         self._draining = False
         self._closing: asyncio.Task[None] | None = None
-        self._client = RankClient(link, self._chooser)
+        placements = [None if r.placement is None else PlacementNews(r.rank, 0, r.placement) for r in ready]
+        self._client = RankClient(link, self._chooser, placements)
+        self._num_rebalances = 0
         self._profile: asyncio.Task[list[Profiled]] | None = None
         """The trace under way, or over and not asked for yet."""
 
@@ -229,6 +239,31 @@ class AsyncLLM:
         """Tell all ranks to drop the cached blocks that no running sequence uses."""
         self._client.raise_if_dead()
         self._client.tell_all(ResetPrefixCache())
+
+    @property
+    def placements(self) -> list[PlacementNews | None]:
+        """Where each rank says that experts are; None without rebalancing."""
+        return self._client.placements
+
+    async def rebalance(
+        self, slots: Slots | None = None, *, force: bool = False, timeout: float = 60.0
+    ) -> Rebalanced:
+        """Have the ranks look at the load now, or move experts to `slots`, and wait for the outcome.
+
+        slots: [layer][rank][slot] -> expert, -1 for an empty slot. `force`: move even if it is not expected to pay.
+        Raises RequestError without --enable-eplb.
+        """
+        self._client.raise_if_dead()
+        if not self.config.enable_eplb:
+            raise RequestError("experts cannot be moved: the ranks were started without --enable-eplb")
+
+        def stats() -> RankStats:
+            self._client.raise_if_dead()
+            return self.stats[0]
+
+        self._num_rebalances += 1
+        command = Rebalance(self._num_rebalances, slots, force)
+        return await request_rebalance(lambda c: self._client.tell(0, c), stats, command, timeout)
 
     @property
     def balance(self) -> BalanceWatch:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from moe_runtime import backends, backends_dispatch
+from moe_runtime.config_eplb import eplb_config
 from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.control import Control
 from moe_runtime.engine.engine import Engine
@@ -18,16 +20,22 @@ from moe_runtime.engine.load_records import LoadRecords, describe
 from moe_runtime.engine.messages import Ready
 from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
 from moe_runtime.engine.overlap import OverlapModel
+from moe_runtime.engine.rebalancing import PlacementInForce, Rebalancer
 from moe_runtime.engine.scheduler import Scheduler
 from moe_runtime.errors import BackendUnavailable, CapacityError, ConfigError
 from moe_runtime.experts.deterministic import DeterministicExperts
+from moe_runtime.experts.migration import SlotStore
 from moe_runtime.layers.invariant import row_dependence
 from moe_runtime.models.quantized import with_expert_scheme
 from moe_runtime.models.registry import load_adapter, load_spec
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.moe import ExpertParallelMoe
+from moe_runtime.placement.balancer import make_plan
+from moe_runtime.placement.cost import Cluster
 from moe_runtime.placement.layout import contiguous, layer_placement
+from moe_runtime.placement.live_loads import LiveLoads
 from moe_runtime.placement.recorder import LoadRecorder
+from moe_runtime.placement.transition import with_empty_slots
 from moe_runtime.profiling.timeline import Timeline
 from moe_runtime.profiling.trace import StepTrace, trace_file
 from moe_runtime.topology import free_memory_bytes
@@ -45,7 +53,11 @@ if TYPE_CHECKING:
     from moe_runtime.experts.router import Router
     from moe_runtime.layers.ops import LayerOps
     from moe_runtime.models.decoder import Decoder
+    from moe_runtime.placement.balancer import Plan
     from moe_runtime.topology import Topology
+
+SWITCH_INTERVAL_S = 2e-4
+"""Python's default, 5 ms, would be felt: a step takes the interpreter back hundreds of times."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +83,15 @@ class RankBuilder:
         self.config, self.topology, self.report = config, topology, report
         self._spec_json = ""
         # What needs no time comes before the weights, so that its mistakes are told at once.
-        self.stages = (self.read_config, self.decide, self.connect, self.load, self.reserve, self.assemble)
+        self.stages = (
+            self.read_config,
+            self.decide,
+            self.connect,
+            self.load,
+            self.reserve,
+            self.balance,
+            self.assemble,
+        )
 
     def read_config(self) -> None:
         """The model's shape, read by rank 0 alone: what reads it takes long to import."""
@@ -91,12 +111,15 @@ class RankBuilder:
                 f"max_model_len={config.max_model_len}: the model has positions for {longest} tokens at most"
             )
         self.max_model_len = config.max_model_len or longest
+        self.eplb = eplb_config(config)
         self.placement = contiguous(
             self.spec.num_moe_layers,
             self.spec.num_experts,
             self.topology.world_size,
-            config.num_redundant_experts,
+            self.eplb.num_redundant_experts,
         )
+        if config.enable_eplb:
+            self.placement = with_empty_slots(self.placement, self.eplb.num_staging_slots)
 
     def load(self) -> None:
         """The weights this rank keeps."""
@@ -163,16 +186,51 @@ class RankBuilder:
             self.attention_choice.name, self.config, self.spec, self.cache
         )
 
+    def balance(self) -> None:
+        """The placement as this rank uses it, and what changes it."""
+        topology, spec = self.topology, self.spec
+        self.placements = [
+            layer_placement(self.placement, layer, topology.rank, topology.device)
+            for layer in range(spec.num_moe_layers)
+        ]
+        self.recorder, self.records = self._recording()
+        self.rebalancer: Rebalancer | None = None
+        if not self.config.enable_eplb:
+            return
+        self.recorder.live = LiveLoads(
+            spec.num_moe_layers, spec.num_experts, self.eplb.window_size, topology.device
+        )
+        self.rebalancer = Rebalancer(
+            topology,
+            PlacementInForce(self.placement, self.placements),
+            SlotStore.of([mlp.expert_weights() for mlp in self.decoder.moe_mlps()]),
+            self.recorder,
+            self.recorder.live,
+            self._planner(),
+            self.eplb,
+            self.config.eplb_dry_run,
+        )
+        # Threads beside the step's hold the interpreter for so long at most, when the step's wants it.
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+    def _planner(self) -> Plan:
+        """For as many replicas as there are at the start; the slots to move experts into stay empty."""
+        layer, topology = self.placement.slots[0], self.topology
+        nodes, rest = divmod(topology.world_size, topology.local_world_size)
+        cluster = Cluster.single(topology.world_size) if rest else Cluster(nodes, topology.local_world_size)
+        num_slots = sum(expert >= 0 for rank in layer for expert in rank)
+        return make_plan(cluster, num_slots, len(layer[0]) - self.eplb.num_staging_slots)
+
     def assemble(self) -> None:
         """What runs the model, and decode steps as CUDA graphs."""
         config, topology = self.config, self.topology
-        placements = [
-            layer_placement(self.placement, layer, topology.rank, topology.device)
-            for layer in range(self.spec.num_moe_layers)
-        ]
-        recorder, self.records = self._recording()
         moe = ExpertParallelMoe(
-            self.dispatcher, self.kernel, placements, topology.rank, self.timeline, recorder=recorder
+            self.dispatcher,
+            self.kernel,
+            self.placements,
+            topology.rank,
+            self.timeline,
+            recorder=self.recorder,
         )
         graphs = None
         if self.graph_sizes.sizes:
@@ -194,7 +252,7 @@ class RankBuilder:
             block_size=config.block_size,
             device=topology.device,
             trace=self.trace,
-            recorder=recorder,
+            recorder=self.recorder,
             graphs=graphs,
         )
 
@@ -208,7 +266,16 @@ class RankBuilder:
             self.max_model_len,
         )
         control = Control(topology, config.step_timeout)
-        return Engine(topology.rank, scheduler, self.runner, control, link, self.overlap, self.records)
+        return Engine(
+            topology.rank,
+            scheduler,
+            self.runner,
+            control,
+            link,
+            self.overlap,
+            self.records,
+            self.rebalancer,
+        )
 
     def _recording(self) -> tuple[LoadRecorder, LoadRecords]:
         """The record of expert loads, and what deals with it."""
@@ -242,6 +309,7 @@ class RankBuilder:
             vocab_size=self.spec.vocab_size,
             num_kv_blocks=self.num_kv_blocks,
             block_size=self.config.block_size,
+            placement=None if self.rebalancer is None else self.rebalancer.slots,
             info={
                 "architecture": self.spec.architecture,
                 "device": str(self.topology.device),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,17 @@ from moe_runtime.errors import LockstepError
 
 if TYPE_CHECKING:
     from moe_runtime.topology import Topology
+
+
+class MoveVote(NamedTuple):
+    """What a rank's header says of a move of experts."""
+
+    move: int = 0
+    """Number of the move it takes part in or, from rank 0, proposes; 0: none."""
+    staged: int = 0
+    """Changes of that move whose copies are there and verified."""
+    failure: int = 0
+    """Why it cannot go on with the move (`engine.mover.MoveFailure`); 0 if it can."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,10 @@ class Header:
     """How long it waited for other ranks' rows in it."""
     experts_us: int = 0
     """How long it computed experts in it."""
+    move: int = 0
+    """This and the next two: see MoveVote."""
+    staged: int = 0
+    move_failure: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,12 @@ class Agreement:
     """Some rank computes tokens of a prompt."""
     last_times: StepTimes | None
     """Of the step before, if its times have not been told yet."""
+    move: int = 0
+    """Number of the move of experts that is under way or begins now; 0: none."""
+    staged: int = 0
+    """Changes of it that every rank has staged."""
+    move_failure: tuple[int, int] | None = None
+    """A rank that cannot go on with it, and why."""
 
 
 class Control:
@@ -119,6 +140,9 @@ class Control:
                 max(h.num_tokens - h.first_tokens for h in headers),
             ),
             last_times=_slowest(headers),
+            move=headers[0].move,
+            staged=min(h.staged for h in headers),
+            move_failure=next(((r, h.move_failure) for r, h in enumerate(headers) if h.move_failure), None),
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moe_runtime.core import Sequence, SequenceStatus
-from moe_runtime.engine.control import Header
+from moe_runtime.engine.control import Header, MoveVote
 from moe_runtime.engine.messages import (
     REQUEST_TIME_BOUNDS,
     STEP_TOKEN_BOUNDS,
@@ -16,6 +16,7 @@ from moe_runtime.engine.messages import (
     Profile,
     Profiled,
     RankStats,
+    Rebalance,
     RecordLoads,
     ResetPrefixCache,
     SequenceUpdate,
@@ -36,8 +37,12 @@ if TYPE_CHECKING:
     from moe_runtime.engine.load_records import LoadRecords
     from moe_runtime.engine.model_runner import ModelRunner
     from moe_runtime.engine.rank_link import RankLink
+    from moe_runtime.engine.rebalancing import Rebalancer
     from moe_runtime.engine.scheduler import Scheduler
     from moe_runtime.profiling.timeline import Span
+
+IDLE_MOVE_S = 0.002
+"""Between two headers while experts move and no rank has tokens."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +58,8 @@ class Engine:
     link: RankLink
     overlap: OverlapModel
     records: LoadRecords
+    rebalancer: Rebalancer | None = None
+    """None: experts stay where they are."""
     stopping: bool = False
     stats: RankStats = field(default_factory=RankStats)
     arrivals: dict[str, float] = field(default_factory=dict)
@@ -70,6 +77,8 @@ class Engine:
                 self.overlap.observe(agreed.last_times)
             if agreed.stop:
                 return
+            if self.rebalancer is not None:
+                self._rebalance(self.rebalancer, agreed)
             if agreed.max_num_tokens > 0:
                 self.step(plan, agreed)
             elif not agreed.any_work and agreed.same_tick:
@@ -77,6 +86,8 @@ class Engine:
                 self.handle(self.link.wait())
             else:
                 self.handle(self.link.wait_until(agreed.max_tick))
+                if self.rebalancer is not None and self.rebalancer.busy:
+                    time.sleep(IDLE_MOVE_S)
 
     def step(self, plan: StepPlan, agreed: Agreement) -> None:
         """Compute the plan with the other ranks, sample, and report."""
@@ -86,6 +97,8 @@ class Engine:
         self.stats.two_batch_steps += way is Way.TWO_BATCHES
         self.stats.chunked_steps += way is Way.CHUNKS
         logits, self.times = self.runner.execute(plan, agreed, way)
+        if self.rebalancer is not None:
+            self.rebalancer.step_done(self.times)
         self.stats.wait_us += self.times.wait_us
         self.stats.forward_us += self.times.forward_us
         if (news := self.records.news()) is not None:
@@ -127,12 +140,29 @@ class Engine:
                         self.stopping = True
                     case ResetPrefixCache():
                         self.scheduler.block_manager.reset_prefix_cache()
+                    case Rebalance():
+                        # The front-end sends it to ranks that can.
+                        assert self.rebalancer is not None
+                        self.rebalancer.request(command)
                     case Profile():
                         self._profile(command)
                     case RecordLoads():
                         self.link.send(self.records.carry_out(command))
             if tick.commands:
                 self._report([])
+
+    def close(self) -> None:
+        """After run()."""
+        if self.rebalancer is not None:
+            self.rebalancer.close()
+        self.runner.close()
+
+    def _rebalance(self, rebalancer: Rebalancer, agreed: Agreement) -> None:
+        rebalancer.settle(agreed)
+        if (news := rebalancer.take_placement()) is not None:
+            self.link.send(news)
+        if rebalancer.take_changed():
+            self._report([])
 
     def _profile(self, command: Profile) -> None:
         if not command.num_steps:
@@ -176,18 +206,23 @@ class Engine:
 
     def _header(self, plan: StepPlan) -> Header:
         times, self.times = self.times, None
+        rebalancer = self.rebalancer
+        vote = MoveVote() if rebalancer is None else rebalancer.vote()
         return Header(
             step=self.stats.steps,
             num_tokens=plan.num_tokens,
             first_tokens=half(plan),
             graph_ok=int(self.runner.graphs is not None and self.runner.graphs.fits(plan)),
-            has_work=int(self.scheduler.has_work),
+            has_work=int(self.scheduler.has_work or (rebalancer is not None and rebalancer.busy)),
             last_tick=self.link.last_tick,
             stop=int(self.stopping),
             prefill=int(any(not item.is_decode for item in plan.scheduled)),
             forward_us=times.forward_us if times else 0,
             wait_us=times.wait_us if times else 0,
             experts_us=times.experts_us if times else 0,
+            move=vote.move,
+            staged=vote.staged,
+            move_failure=vote.failure,
         )
 
     def _report(self, updates: list[SequenceUpdate]) -> None:
@@ -200,6 +235,8 @@ class Engine:
         stats.num_cached_blocks = blocks.num_cached
         stats.prefix_queries = blocks.prefix_queries
         stats.prefix_hits = blocks.prefix_hits
+        if self.rebalancer is not None:
+            stats.eplb = self.rebalancer.stats
         traffic = self.runner.moe.dispatcher.traffic
         stats.bytes_within_host = traffic.bytes_within_host
         stats.bytes_between_hosts = traffic.bytes_between_hosts

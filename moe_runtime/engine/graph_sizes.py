@@ -97,6 +97,8 @@ def _problem(config: EngineConfig, parts: Parts) -> str | None:
             return f"{what} {name} reads sizes on the host"
     if config.deterministic:
         return "--deterministic cuts attention by the sequences' lengths on the host"
+    if config.enable_eplb:
+        return "--enable-eplb changes where experts are, which a graph would not notice"
     if parts.overlap not in ("off", "auto"):
         return f"overlap {parts.overlap} cuts steps on the host"
     return None

@@ -21,6 +21,7 @@ from moe_runtime.core import SamplingParams
 from moe_runtime.engine.async_llm import AsyncLLM
 from moe_runtime.engine.messages import RankStats
 from moe_runtime.engine.outputs import ProfileResult, RequestOutput
+from moe_runtime.engine.rebalance_request import Rebalanced, Slots, read_placement_file
 from moe_runtime.engine.requests import Prompt, PromptDict
 from moe_runtime.errors import ConfigError, EngineDeadError, RequestError
 
@@ -145,6 +146,26 @@ class LLM:
         """Drop the cached KV of all ranks; it takes effect before any later request."""
         self._raise_if_closed()
         self._thread.run(self._engine.reset_prefix_cache())
+
+    def rebalance(
+        self, placement: Slots | Path | str | None = None, *, force: bool = False, timeout: float = 600.0
+    ) -> Rebalanced:
+        """Move experts between ranks now, and wait for the outcome; needs `enable_eplb=True`.
+
+        placement: [MoE layer][rank][slot] -> expert, -1 for an empty slot, or a JSON file of that; by default it is planned
+        from the live load, and carried out if it is expected to pay or with `force`. May be called while another
+        thread generates.
+        """
+        self._raise_if_closed()
+        slots = read_placement_file(Path(placement)) if isinstance(placement, str | Path) else placement
+        return self._thread.run(self._engine.rebalance(slots, force=force, timeout=timeout))
+
+    @property
+    def placement(self) -> Slots | None:
+        """Where experts are now, [MoE layer][rank][slot]; None without `enable_eplb`."""
+        self._raise_if_closed()
+        news = self._engine.placements[0]
+        return None if news is None else news.slots
 
     def start_expert_distribution_record(self) -> None:
         """Forget the expert loads recorded so far and record from now on. (Recording is on from the start.)"""

@@ -41,6 +41,17 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
     """Drop every cached block that no running sequence uses."""
 
 
+class Rebalance(msgspec.Struct, tag="rebalance"):
+    """To rank 0: look at the load now, or move experts to where they are wanted."""
+
+    request: int
+    """Number from 1, by which the answer is known."""
+    slots: list[list[list[int]]] | None = None
+    """[layer][rank][slot] -> expert, -1 for none; None: plan from the load."""
+    force: bool = False
+    """Carry a plan out even if it is not expected to be worth it."""
+
+
 class RecordLoads(msgspec.Struct, tag="record_loads"):
     """Start, stop or write the record of expert loads; the rank answers with Recorded."""
 
@@ -62,7 +73,7 @@ class Profile(msgspec.Struct, tag="profile"):
     """0: end what is under way, and send what there is."""
 
 
-Command = Submit | Abort | Stop | ResetPrefixCache | RecordLoads | Profile
+Command = Submit | Abort | Stop | ResetPrefixCache | RecordLoads | Profile | Rebalance
 
 
 class Tick(msgspec.Struct):
@@ -129,6 +140,45 @@ class Distribution(msgspec.Struct):
         self.total += value
 
 
+STALL_BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""Buckets of how long a step waited for a change of the placement, in seconds."""
+
+
+class EplbStats(msgspec.Struct):
+    """Rebalancing as one rank sees it; what is decided is rank 0's."""
+
+    state: str = "idle"
+    """`idle`, `planning` or `moving`."""
+    applied: int = 0
+    skipped: int = 0
+    """Looks at the load after which nothing was moved."""
+    failed: int = 0
+    """Looks or requests that came to nothing before anything was moved."""
+    rolled_back: int = 0
+    """Moves given up; the map is as before their last round."""
+    moved_bytes: int = 0
+    """Weights this rank has fetched."""
+    version: int = 0
+    """Of the placement in force: rounds since start."""
+    last_applied_at: float = 0.0
+    """Unix time; 0: never."""
+    degraded: str = ""
+    """What failed, until the next success."""
+    decision: str = ""
+    """The last one, in words."""
+    answered: int = 0
+    """The last request of an operator that is over, by number."""
+    answer: str = ""
+    """What came of it: `applied`, `skipped`, `failed` or `rolled_back`."""
+    answer_reason: str = ""
+    gain: float | None = None
+    """Expected share of the experts' time saved by the last plan."""
+    balancedness: float | None = None
+    """Of the current placement when it was looked at last."""
+    stalls_s: Distribution = msgspec.field(default_factory=lambda: Distribution.empty(STALL_BOUNDS))
+    """Time that steps waited for changes of the map."""
+
+
 class RankStats(msgspec.Struct):
     """A rank's gauges after a step, and counters since start."""
 
@@ -172,6 +222,8 @@ class RankStats(msgspec.Struct):
         default_factory=lambda: Distribution.empty(REQUEST_TIME_BOUNDS)
     )
     """From a sequence's arrival at the rank to the first step with tokens of it, in those of REQUEST_TIME_BOUNDS."""
+    eplb: EplbStats | None = None
+    """None without rebalancing."""
 
 
 class StepOutput(msgspec.Struct, tag="step"):
@@ -180,6 +232,15 @@ class StepOutput(msgspec.Struct, tag="step"):
     rank: int
     updates: list[SequenceUpdate]
     stats: RankStats
+
+
+class PlacementNews(msgspec.Struct, tag="placement"):
+    """Rank -> front-end: where experts are, after each round of a move."""
+
+    rank: int
+    version: int
+    slots: list[list[list[int]]]
+    """[layer][rank][slot] -> expert, -1 for an empty slot."""
 
 
 class LoadNews(msgspec.Struct, tag="loads"):
@@ -222,6 +283,8 @@ class Ready(msgspec.Struct, tag="ready"):
     block_size: int
     info: dict[str, str]
     """What was chosen and why, for /server_info."""
+    placement: list[list[list[int]]] | None = None
+    """As PlacementNews.slots; None if experts stay where they are."""
 
 
 class Progress(msgspec.Struct, tag="progress"):
@@ -243,4 +306,4 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-RankMessage = StepOutput | LoadNews | Recorded | Profiled | Ready | Progress | Failed
+RankMessage = StepOutput | PlacementNews | LoadNews | Recorded | Profiled | Ready | Progress | Failed

@@ -12,6 +12,7 @@ from moe_runtime.engine.messages import (
     Abort,
     Failed,
     LoadNews,
+    PlacementNews,
     Profile,
     Profiled,
     Recorded,
@@ -47,8 +48,11 @@ _LEAVE_DEAD_S = 2.0
 class RankClient:
     """Talks to ranks that are ready. All calls are made on the event loop it was made on."""
 
-    def __init__(self, link: FrontendLink, chooser: RankChooser) -> None:
-        """`chooser` is told of the load that requests make, and of the ranks' own figures."""
+    def __init__(
+        self, link: FrontendLink, chooser: RankChooser, placements: list[PlacementNews | None]
+    ) -> None:
+        """`chooser` is told of the load that requests make, and of the ranks' own figures. `placements`: by rank, at start."""
+        self.placements = placements
         self.in_flight = InFlight(chooser)
         self.balance = BalanceWatch(link.num_ranks)
         self._answers: dict[int, asyncio.Queue[Any]] = {}
@@ -80,6 +84,10 @@ class RankClient:
     def tell_all(self, command: Command) -> None:
         """Send every rank a command."""
         self._link.send_tick({rank: [command] for rank in range(self._link.num_ranks)})
+
+    def tell(self, rank: int, command: Command) -> None:
+        """Send one rank a command."""
+        self._link.send_tick({rank: [command]})
 
     async def record(self, action: RecordAction, folder: str = "", model: str = "") -> list[Recorded]:
         """Have every rank start, stop or write its record; their answers, by rank.
@@ -197,6 +205,8 @@ class RankClient:
                     self._chooser.stats[message.rank] = message.stats
                     for news in message.updates:
                         self._on_news(news)
+                elif isinstance(message, PlacementNews):
+                    self.placements[message.rank] = message
                 elif isinstance(message, LoadNews):
                     self.balance.see(message.rank, message.steps)
                 elif isinstance(message, Recorded | Profiled):

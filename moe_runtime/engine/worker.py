@@ -73,7 +73,7 @@ def serve_rank(config: EngineConfig, topology: Topology, address: str, watchdog:
         # Nobody leaves before all expect it, else the others would take it for a death.
         watchdog.disarm()
         topology.barrier()
-        engine.runner.close()
+        engine.close()
     except errors.MoeRuntimeError as error:
         watchdog.disarm()
         link.send(_failed(topology.rank, error))

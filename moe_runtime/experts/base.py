@@ -16,7 +16,7 @@ from moe_runtime.quantization import QuantScheme, dequantize_rows
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Weights of one layer's local slots, [slot, out, in]. Empty slots hold zeros and receive no rows."""
+    """Weights of one layer's local slots, [slot, out, in]. Empty slots receive no rows, and may be written while others are read."""
 
     gate_up_pFD: torch.Tensor
     """[p, 2F, D]: rows 0..F-1 gate, F..2F-1 up; [p, F, D] for an activation without a gate. FP8 under a scheme."""

@@ -41,19 +41,21 @@ def layer_placement(
 ) -> LayerPlacement:
     """The layer's placement as `rank` uses it: its own copy of an expert if it has one, else a replica chosen by rank."""
     slots = torch.tensor(placement.slots[layer], dtype=torch.int64)
-    num_ranks, width = slots.shape
-    table = [-1] * placement.num_experts
-    for expert in range(placement.num_experts):
-        where = [
-            (r, s) for r in range(num_ranks) for s in range(width) if placement.slots[layer][r][s] == expert
-        ]
+    width = slots.shape[1]
+    places: list[list[tuple[int, int]]] = [[] for _ in range(placement.num_experts)]
+    for r, held in enumerate(placement.slots[layer]):
+        for slot, expert in enumerate(held):
+            if expert >= 0:
+                places[expert].append((r, slot))
+    table = []
+    for expert, where in enumerate(places):
         if not where:
             raise ConfigError(
                 f"placement version {placement.version}: expert {expert} of MoE layer {layer} has no slot"
             )
         own = [x for x in where if x[0] == rank]
         chosen_rank, slot = own[0] if own else where[rank % len(where)]
-        table[expert] = chosen_rank * width + slot
+        table.append(chosen_rank * width + slot)
     return LayerPlacement(
         slot_to_expert_Np=slots, expert_to_slot_E=torch.tensor(table, dtype=torch.int64, device=device)
     )

@@ -24,6 +24,7 @@ from moe_runtime.placement.record import PHASES
 from moe_runtime.placement.route_ring import RouteRing
 
 if TYPE_CHECKING:
+    from moe_runtime.placement.live_loads import LiveLoads
     from moe_runtime.placement.record import Array, RankSlots
 
 DECODE = PHASES.index("decode")
@@ -118,6 +119,8 @@ class LoadRecorder:
         self._num_layers = num_layers
         self._step = 0
         self.recording = True
+        self.live: LiveLoads | None = None
+        """Is told each step's choices too, whether they are recorded or not."""
         self.placements = [placement]
         """Those in force since `start`, oldest first."""
         self._kept_rows: deque[tuple[int, int, torch.Tensor]] = deque(maxlen=KEPT_ROWS)
@@ -159,7 +162,7 @@ class LoadRecorder:
         if self._rows:
             phase = PHASES.index("prefill") if prefill else DECODE
             self._kept_rows.append((self._step, phase, torch.stack(self._rows)))
-        if self.recording:
+        if self.recording or self.live is not None:
             self._record(forward_us, wait_us)
         self._step += 1
         self._parts, self._ids, self._rows = [], [], []
@@ -208,8 +211,11 @@ class LoadRecorder:
             if num_tokens and ids:
                 assert len(ids) == self._num_layers, f"{len(ids)} choices for {self._num_layers} layers"
                 ids_LTK = self._stack(ids)
-                self.routes.add(self._step, part.decode_T, part.sampled, ids_LTK)
+                if self.recording:
+                    self.routes.add(self._step, part.decode_T, part.sampled, ids_LTK)
                 self._add(ids_LTK, part.decode_T, num_decode)
+        if not self.recording:
+            return
         window = self._window
         if not window.num_steps:
             window.first_step = self._step
@@ -231,6 +237,10 @@ class LoadRecorder:
 
     def _add(self, ids_LTK: torch.Tensor, decode_T: torch.Tensor, num_decode: int) -> None:
         keys = ids_LTK.add_(self._layer_offset_L11)
+        if self.live is not None:
+            self.live.add(keys.view(-1))
+        if not self.recording:
+            return
         phase_size = self._num_layers * self._width
         if num_decode == len(decode_T):
             keys += phase_size * DECODE

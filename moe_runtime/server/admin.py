@@ -13,6 +13,7 @@ from starlette.responses import Response
 import moe_runtime
 from moe_runtime.core import SamplingParams
 from moe_runtime.errors import EngineDeadError, MoeRuntimeError
+from moe_runtime.server import placement
 from moe_runtime.server.base import Engine
 from moe_runtime.server.context import new_id
 from moe_runtime.server.errors import unavailable
@@ -34,9 +35,10 @@ def admin_router(state: ServerState) -> APIRouter:
     @router.get("/ping", include_in_schema=False)
     async def health() -> Response:
         refused = state.refusal()
-        if refused is None:
-            return json_response({"status": Phase.READY.value})
-        return error_response(refused)
+        if refused is not None:
+            return error_response(refused)
+        status, reason = placement.health(state.need().engine)
+        return json_response({"status": status} | ({"reason": reason} if reason else {}))
 
     @router.get("/health_generate")
     async def health_generate() -> Response:
@@ -128,6 +130,7 @@ def _server_info(state: ServerState) -> dict[str, Any]:
         "default_sampling": dict(serving.context.sampling_defaults),
         "engine": dataclasses.asdict(serving.engine.config),
         "server": server,
+        "eplb": placement.eplb_info(serving.engine),
         "ranks": [
             {
                 "rank": ready.rank,

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from moe_runtime.config import EngineConfig
 from moe_runtime.core import SamplingParams
-from moe_runtime.engine.messages import RankStats, Ready
+from moe_runtime.engine.messages import PlacementNews, RankStats, Ready
 from moe_runtime.engine.outputs import CompletionDelta, DumpedRecord, ProfileResult
+from moe_runtime.engine.rebalance_request import Rebalanced, Slots
 from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.errors import EngineDeadError
 from moe_runtime.placement.balancedness import BalanceWatch
@@ -64,6 +65,15 @@ class Engine(Protocol):
 
     async def reset_prefix_cache(self) -> None:
         """Tell all ranks to drop the cached blocks that no running sequence uses. Raises EngineDeadError."""
+
+    @property
+    def placements(self) -> list[PlacementNews | None]:
+        """Where each rank says that experts are; None without rebalancing."""
+
+    async def rebalance(
+        self, slots: Slots | None = None, *, force: bool = False, timeout: float = 60.0
+    ) -> Rebalanced:
+        """Move experts. Raises RequestError."""
 
     @property
     def balance(self) -> BalanceWatch:

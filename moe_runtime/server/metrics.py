@@ -15,7 +15,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from moe_runtime.core import SamplingParams
-from moe_runtime.engine.messages import REQUEST_TIME_BOUNDS, STEP_TOKEN_BOUNDS, Distribution, RankStats
+from moe_runtime.engine.messages import (
+    REQUEST_TIME_BOUNDS,
+    STALL_BOUNDS,
+    STEP_TOKEN_BOUNDS,
+    Distribution,
+    EplbStats,
+    RankStats,
+)
 from moe_runtime.engine.outputs import CompletionDelta
 from moe_runtime.placement.balancedness import WINDOW_STEPS, BalanceWatch
 from moe_runtime.placement.record import PHASES
@@ -124,6 +131,8 @@ class _RankCollector(Collector):
                 traffic.add_metric([self._model_name, str(rank), scope], read(stats))
         yield traffic
         yield from self._loads()
+        if all(stats.eplb is not None for _, stats in per_rank):
+            yield from self._eplb([stats.eplb for _, stats in per_rank if stats.eplb is not None])
 
     def _loads(self) -> Iterator[Metric]:
         rows = CounterMetricFamily(
@@ -144,6 +153,46 @@ class _RankCollector(Collector):
                 even.add_metric([self._model_name, phase], value)
         yield rows
         yield even
+
+    def _eplb(self, per_rank: list[EplbStats]) -> Iterator[Metric]:
+        """Of moving experts; what is decided for all ranks is rank 0's."""
+        first, labels = per_rank[0], ["model_name", "engine"]
+        results = CounterMetricFamily(
+            PREFIX + "eplb_rebalances",
+            "Looks at the experts' load by what came of them",
+            labels=["model_name", "result"],
+        )
+        for result in ("applied", "skipped", "failed", "rolled_back"):
+            results.add_metric([self._model_name, result], getattr(first, result))
+        yield results
+        for name, text, value in (
+            ("eplb_rebalancing", "1 while experts move", float(first.state == "moving")),
+            (
+                "eplb_last_rebalance_timestamp_seconds",
+                "Unix time of the last move; 0: none yet",
+                first.last_applied_at,
+            ),
+            ("eplb_expected_gain", "Share of the experts' time that the last plan saves", first.gain),
+        ):
+            if value is not None:
+                gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+                gauge.add_metric([self._model_name], value)
+                yield gauge
+        moved = CounterMetricFamily(
+            PREFIX + "eplb_moved_bytes", "Experts' weights fetched by a rank", labels=labels
+        )
+        stalls = HistogramMetricFamily(
+            PREFIX + "eplb_stall_seconds",
+            "How long a step waited for a change of the placement",
+            labels=labels,
+        )
+        ends = [*(str(bound) for bound in STALL_BOUNDS), "+Inf"]
+        for rank, stats in enumerate(per_rank):
+            moved.add_metric([self._model_name, str(rank)], stats.moved_bytes)
+            buckets = list(zip(ends, itertools.accumulate(stats.stalls_s.counts), strict=True))
+            stalls.add_metric([self._model_name, str(rank)], buckets, stats.stalls_s.total)
+        yield moved
+        yield stalls
 
 
 def token_buckets(largest: int) -> list[float]:

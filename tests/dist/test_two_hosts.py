@@ -65,7 +65,8 @@ def start(host: str, node: int, model: Path, log: Path) -> Started:
     command = ["ip", "netns", "exec", host, *TORCHRUN]
     command += ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1"]
     command += ["--master-addr", "10.77.0.1", "--master-port", "29511", SERVE]
-    return Started([*command, "--ep", "2", "--model", str(model), "--port", str(PORT)], log)
+    command += ["--ep", "2", "--model", str(model), "--port", str(PORT), "--enable-eplb"]
+    return Started(command, log)
 
 
 @contextmanager
@@ -98,7 +99,11 @@ def test_two_hosts_serve_over_tcp(hosts: list[str], tmp_path: Path, seed: int) -
         assert "dispatcher: collective (auto; not local" in nodes[0].log()
         assert "not one_sided: the ranks are on several hosts" in nodes[0].log()
         # One after another, so that both ranks get a request.
-        answers = [curl(hosts[0], "/v1/completions", BODY) for _ in range(4)]
+        answers = [curl(hosts[0], "/v1/completions", BODY) for _ in range(2)]
+        num_layers = len(curl(hosts[0], "/placement")["slots"])
+        moved = curl(hosts[0], "/rebalance", {"placement": [[[4, 3, 0], [2, 1]]] * num_layers})
+        assert moved["result"] == "applied"
+        answers += [curl(hosts[0], "/v1/completions", BODY) for _ in range(2)]
         nodes[0].first.send_signal(signal.SIGTERM)
         for node in nodes:
             node.wait_gone(30)

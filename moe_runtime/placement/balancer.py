@@ -1,0 +1,165 @@
+"""Whether to move experts now, and where to: decided from the live load, without side effects.
+
+A plan is made from the older windows and judged on the newest ones, which it has not seen. It is carried out if it is
+expected to save more than it costs until the next look. With
+
+    b(P) = sum over layers of the mean over ranks of the rows a rank computes, over the sum of the maxima  (balancedness)
+    gain = 1 - sum over layers of max over ranks under the new placement / the same under the current one
+
+a step whose share s is spent in experts and in waiting for the fullest rank is expected to get shorter by the share s * gain,
+and a move of B bytes at the fullest receiver takes B / max_bytes_per_step steps, each longer by the share `slowdown`.
+
+Legend: W windows, L MoE layers, E experts, N ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_runtime.core import ExpertPlacement
+from moe_runtime.placement import planner
+from moe_runtime.placement.transition import check_reachable, num_copies
+
+if TYPE_CHECKING:
+    from moe_runtime.config import EplbConfig
+    from moe_runtime.placement.cost import Cluster
+
+Array = npt.NDArray[Any]
+Plan = Callable[[Array, ExpertPlacement], ExpertPlacement]
+"""(int64 (W, L, E) loads, the current placement) -> a placement that leaves an empty slot on every rank."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When moving is worth it; see config.EplbConfig for each."""
+
+    min_utilization: float
+    min_gain: float
+    hysteresis: float
+    max_bytes_per_step: int
+    step_interval: int
+
+    @staticmethod
+    def of(settings: EplbConfig) -> Policy:
+        return Policy(
+            settings.min_utilization,
+            settings.min_gain,
+            settings.hysteresis,
+            settings.max_bytes_per_step,
+            settings.step_interval,
+        )
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What is known of steps and of moving."""
+
+    expert_bytes: int
+    """Of one expert of one layer."""
+    moe_share: float
+    """Of a step's time that follows the fullest rank's rows, 0 to 1."""
+    slowdown: float
+    """Share by which a step is longer while weights travel."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do, and why."""
+
+    target: ExpertPlacement | None
+    """None: nothing."""
+    reason: str
+    balancedness: float | None = None
+    """Of the current placement, in the newest windows."""
+    gain: float | None = None
+    """Expected share of the experts' time that is saved."""
+    num_copies: int = 0
+
+
+def make_plan(cluster: Cluster, num_slots: int, max_slots_per_rank: int) -> Plan:
+    """The project's planner, from where experts are now. `num_slots`: replicas in each layer, over all ranks."""
+
+    def plan(loads_WLE: Array, current: ExpertPlacement) -> ExpertPlacement:
+        result = planner.plan(
+            loads_WLE, cluster, num_slots=num_slots, current=current, max_slots_per_rank=max_slots_per_rank
+        )
+        return result.placement
+
+    return plan
+
+
+def rank_rows(loads_WLE: Array, placement: ExpertPlacement) -> Array:
+    """float64 (W, L, N): rows that each rank computes if an expert's tokens spread evenly over its replicas."""
+    num_windows, num_layers, num_experts = loads_WLE.shape
+    rows_WLN = np.zeros((num_windows, num_layers, len(placement.slots[0])))
+    for layer, ranks in enumerate(placement.slots):
+        held_NE = np.zeros((len(ranks), num_experts))
+        for rank, slots in enumerate(ranks):
+            held_NE[rank, [expert for expert in slots if expert >= 0]] = 1
+        rows_WLN[:, layer] = loads_WLE[:, layer] @ (held_NE / held_NE.sum(axis=0)).T
+    return rows_WLN
+
+
+def balancedness(rows_WLN: Array) -> float:
+    """1: uniform; 1 / N: all on one rank. 1 also without any rows."""
+    fullest = float(rows_WLN.max(axis=2).sum())
+    return float(rows_WLN.mean(axis=2).sum()) / fullest if fullest else 1.0
+
+
+def expected_gain(loads_WLE: Array, current: ExpertPlacement, target: ExpertPlacement) -> float:
+    """Share of the fullest ranks' rows that `target` saves; negative if it is worse."""
+    before = float(rank_rows(loads_WLE, current).max(axis=2).sum())
+    after = float(rank_rows(loads_WLE, target).max(axis=2).sum())
+    return 1.0 - after / before if before else 0.0
+
+
+def most_arrivals(current: ExpertPlacement, target: ExpertPlacement) -> int:
+    """Experts that the rank with the most of them has to fetch."""
+    num_ranks = len(current.slots[0])
+    layers = list(zip(current.slots, target.slots, strict=True))
+    return max(sum(len(set(new[r]) - set(old[r]) - {-1}) for old, new in layers) for r in range(num_ranks))
+
+
+def decide(
+    loads_WLE: Array,
+    current: ExpertPlacement,
+    plan: Plan,
+    policy: Policy,
+    costs: Costs,
+    *,
+    force: bool = False,
+) -> Decision:
+    """`force`: move whatever the gain is, as long as there is a plan. Raises ConfigError if the plan cannot be reached."""
+    if len(loads_WLE) < 2 or not loads_WLE.sum():
+        return Decision(None, f"not enough evidence: {len(loads_WLE)} windows of load, at least 2 are needed")
+    past, newest = np.split(loads_WLE, [len(loads_WLE) - max(1, len(loads_WLE) // 4)])
+    balance = balancedness(rank_rows(newest, current))
+    if balance >= policy.min_utilization and not force:
+        return Decision(
+            None, f"balancedness {balance:.3f} is at least min_utilization={policy.min_utilization}", balance
+        )
+    target = plan(past, current)
+    check_reachable(current, target)
+    copies = num_copies(current, target)
+    if not copies:
+        return Decision(None, "the plan moves nothing", balance, 0.0)
+    gain = expected_gain(newest, current, target)
+    saved = gain * costs.moe_share * policy.step_interval
+    steps = -(-most_arrivals(current, target) * costs.expert_bytes // policy.max_bytes_per_step)
+    spent = steps * costs.slowdown
+    told = (
+        f"saves {gain:.1%} of the experts' time in the newest windows, worth {saved:.1f} steps until the next look;"
+        f" moving {copies} experts takes {steps} steps, each {costs.slowdown:.0%} longer"
+    )
+    if force:
+        return Decision(target, f"asked for: {told}", balance, gain, copies)
+    if gain < policy.min_gain:
+        return Decision(None, f"below min_gain={policy.min_gain:.0%}: {told}", balance, gain, copies)
+    if saved < policy.hysteresis * spent:
+        return Decision(None, f"below {policy.hysteresis:g} times its cost: {told}", balance, gain, copies)
+    return Decision(target, told, balance, gain, copies)

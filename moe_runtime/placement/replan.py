@@ -1,0 +1,200 @@
+"""A new plan that keeps most of the current one: repair what must change, then the exchanges that gain most for what they move.
+
+Legend: L layers, N ranks, E experts, V windows, the last of them the mean. `held` is bool (L, N, E).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_runtime.errors import ConfigError
+from moe_runtime.placement.problem import Problem
+from moe_runtime.placement.refine import relabel, with_mean
+from moe_runtime.placement.slots import arrange
+from moe_runtime.placement.split import Replicas, most_rows
+
+Array = npt.NDArray[Any]
+ROUNDS = 40
+ROWS_PER_EXPERT = 1000
+"""Loads become whole rows in this measure."""
+HYSTERESIS = 1.2
+"""An expert's replica goes to another expert if a replica then carries this many times more."""
+
+
+def replan(problem: Problem, held_LNE: Array, windows_WLE: Array, max_moves: int) -> tuple[Array, int]:
+    """The new `held`, and how many replicas had to move anyway (repairs, beyond `max_moves`).
+
+    Three ways to spend the moves are worked out; each layer takes the one that lowers its fullest rank (after the run-time split, mean
+    over the windows) most per replica moved, the layers that gain most first, until the moves are spent. Others stay as they are.
+    """
+    start_LNE = held_LNE.copy()
+    for layer in range(problem.num_layers):
+        _repair(problem, start_LNE[layer], problem.load_LE[layer])
+    _fill(problem, start_LNE)
+    forced = int((start_LNE & ~held_LNE).sum())
+    if max_moves < 2:
+        return start_LNE, forced
+    ways = []
+    # Single replicas that leave their ring cut it; with two rings and more the graph stays connected.
+    two_rings = problem.num_slots - problem.num_experts >= 2 * int((problem.room_N > 0).sum())
+    for spend in (None, _promote, _transfer) if two_rings else (None, _promote):
+        way_LNE = start_LNE.copy()
+        budget = 2 * max_moves  # more than can be taken, so that there is a choice
+        if spend is not None:
+            spend(problem, way_LNE, budget // 2)
+        _level(problem, way_LNE, windows_WLE, budget - int((way_LNE & ~start_LNE).sum()))
+        ways.append(way_LNE)
+    return _best_ways(start_LNE, ways, windows_WLE, max_moves), forced
+
+
+def _level(problem: Problem, held_LNE: Array, windows_WLE: Array, budget: int) -> None:
+    count_LE = held_LNE.sum(axis=1)
+    share_VLE = with_mean(windows_WLE) / count_LE.astype(np.float32)
+    movable_LE = np.tile(~problem.pinned_NE.any(axis=0), (problem.num_layers, 1))
+    relabel(held_LNE, share_VLE, count_LE, movable_LE, rounds=ROUNDS, budget=budget)
+
+
+def _best_ways(start_LNE: Array, ways: list[Array], windows_WLE: Array, max_moves: int) -> Array:
+    """Per layer the way that gains most per move, while moves last."""
+    fullest_L = fullest_rank(start_LNE, windows_WLE)
+    gain_CL = np.array([fullest_L - fullest_rank(way, windows_WLE) for way in ways])
+    moves_CL = np.array([(way & ~start_LNE).sum(axis=(1, 2)) for way in ways])
+    held_LNE = start_LNE.copy()
+    taken = np.zeros(len(held_LNE), dtype=bool)
+    left = max_moves
+    for at in np.argsort(-(gain_CL / np.maximum(moves_CL, 1)).ravel(), kind="stable"):
+        way, layer = divmod(int(at), len(held_LNE))
+        if gain_CL[way, layer] > 0 and not taken[layer] and moves_CL[way, layer] <= left:
+            held_LNE[layer] = ways[way][layer]
+            taken[layer] = True
+            left -= int(moves_CL[way, layer])
+    return held_LNE
+
+
+def fullest_rank(held_LNE: Array, windows_WLE: Array) -> Array:
+    """float64 (L,): rows of the fullest rank after water-filling, a share of the mean, averaged over windows."""
+    slots_LNp, _ = arrange(held_LNE)
+    fullest = np.zeros(len(held_LNE))
+    for layer, slots_Np in enumerate(slots_LNp):
+        replicas = Replicas.of(slots_Np, held_LNE.shape[2])
+        for load_E in windows_WLE[:, layer]:
+            fullest[layer] += most_rows(np.rint(load_E * ROWS_PER_EXPERT).astype(np.int64), replicas)
+    num_used = max(int(held_LNE[0].any(axis=1).sum()), 1)
+    return fullest / len(windows_WLE) / (ROWS_PER_EXPERT * held_LNE.shape[2] / num_used)
+
+
+def _repair(problem: Problem, held_NE: Array, load_E: Array) -> None:
+    """Make one layer obey room, pins and the least number of replicas."""
+    for rank in range(problem.num_ranks):
+        for expert in np.flatnonzero(problem.pinned_NE[rank] & ~held_NE[rank]):
+            held_NE[rank, expert] = True
+        while held_NE[rank].sum() > problem.room_N[rank]:
+            held_NE[rank, _least_missed(problem, held_NE, load_E, rank)] = False
+    for expert in np.argsort(-load_E, kind="stable"):
+        while held_NE[:, expert].sum() < problem.min_replicas:
+            rank = _rank_for(problem, held_NE, load_E, expert)
+            if held_NE[rank].sum() >= problem.room_N[rank]:
+                held_NE[rank, _least_missed(problem, held_NE, load_E, rank)] = False
+            held_NE[rank, expert] = True
+
+
+def _least_missed(problem: Problem, held_NE: Array, load_E: Array, rank: int) -> int:
+    """The expert of a rank whose replica there is least needed."""
+    count_E = held_NE.sum(axis=0)
+    # An expert's last replicas are kept as long as the rank has others: they count as infinitely loaded, in order of load.
+    need_E = np.where(count_E > problem.min_replicas, load_E / np.maximum(count_E - 1, 1), 1e12 + load_E)
+    need_E = np.where(held_NE[rank] & ~problem.pinned_NE[rank], need_E, np.inf)
+    return int(need_E.argmin())
+
+
+def _rank_for(problem: Problem, held_NE: Array, load_E: Array, expert: int) -> int:
+    """A rank that lacks the expert and has room, or can spare a replica."""
+    count_E = held_NE.sum(axis=0)
+    room_N = problem.room_N - held_NE.sum(axis=1)
+    lacks_N = ~held_NE[:, expert] & (problem.room_N > 0)
+    spare_N = (held_NE & (count_E > problem.min_replicas) & ~problem.pinned_NE).any(axis=1)
+    load_N = (held_NE * (load_E / np.maximum(count_E, 1))).sum(axis=1)
+    for may_N in (lacks_N & (room_N > 0), lacks_N & spare_N):
+        if may_N.any():
+            return int(np.where(may_N, load_N, np.inf).argmin())
+    raise ConfigError(
+        f"expert {expert} finds no place when the current placement is kept; plan without it (current=None)"
+    )
+
+
+def _fill(problem: Problem, held_LNE: Array) -> None:
+    """Free slots get further replicas of the experts with the largest shares."""
+    rows = np.arange(problem.num_layers)
+    alive = problem.room_N > 0
+    load_LE = problem.load_LE
+    while True:
+        room_LN = problem.room_N - held_LNE.sum(axis=2)
+        free_L = (room_LN > 0).any(axis=1)
+        if not free_L.any():
+            return
+        count_LE = held_LNE.sum(axis=1)
+        fits_LNE = ~held_LNE & (room_LN > 0)[:, :, None]
+        share_LE = np.where(fits_LNE.any(axis=1) & (count_LE < alive.sum()), load_LE / count_LE, -1.0)
+        expert_L = share_LE.argmax(axis=1)
+        load_LN = np.matmul(held_LNE, (load_LE / count_LE)[:, :, None])[:, :, 0]
+        rank_L = np.where(fits_LNE[rows, :, expert_L], load_LN, np.inf).argmin(axis=1)
+        held_LNE[rows[free_L], rank_L[free_L], expert_L[free_L]] = True
+
+
+def _promote(problem: Problem, held_LNE: Array, max_moves: int) -> int:
+    """Let busy experts change places with less busy ones that have more replicas, the largest ratio first; how many replicas moved.
+
+    The graph of shared experts stays. Changes held_LNE.
+    """
+    rows = np.arange(problem.num_layers)
+    free_E = ~problem.pinned_NE.any(axis=0)
+    used = 0
+    while used < max_moves:
+        count_LE = held_LNE.sum(axis=1)
+        share_LE = np.where(
+            free_E & (count_LE < count_LE.max(axis=1, keepdims=True)), problem.load_LE / count_LE, -1.0
+        )
+        hot_L = share_LE.argmax(axis=1)
+        more_LE = free_E & (count_LE > count_LE[rows, hot_L][:, None])
+        cold_L = np.where(more_LE, problem.load_LE, np.inf).argmin(axis=1)
+        ratio_L = problem.load_LE[rows, hot_L] / np.maximum(problem.load_LE[rows, cold_L], 1e-9)
+        ratio_L = np.where(more_LE[rows, cold_L] & (share_LE[rows, hot_L] > 0), ratio_L, 0.0)
+        hot_LN, cold_LN = held_LNE[rows, :, hot_L], held_LNE[rows, :, cold_L]
+        order = np.argsort(-ratio_L, kind="stable")
+        fits = np.cumsum((hot_LN != cold_LN).sum(axis=1)[order]) <= max_moves - used
+        layers = order[(ratio_L[order] > HYSTERESIS) & fits]
+        if not len(layers):
+            return used
+        used += int((hot_LN != cold_LN)[layers].sum())
+        held_LNE[layers, :, hot_L[layers]] = cold_LN[layers]
+        held_LNE[layers, :, cold_L[layers]] = hot_LN[layers]
+    return used
+
+
+def _transfer(problem: Problem, held_LNE: Array, max_moves: int) -> int:
+    """Give slots of experts that need fewer replicas to those that need more, the largest difference first; how many."""
+    rows = np.arange(problem.num_layers)
+    load_LE, most = problem.load_LE, int((problem.room_N > 0).sum())
+    used = 0
+    while used < max_moves:
+        count_LE = held_LNE.sum(axis=1)
+        share_LE = load_LE / count_LE
+        hot_L = np.where(count_LE < most, share_LE, -1.0).argmax(axis=1)
+        may_LNE = held_LNE & ~problem.pinned_NE & (count_LE > problem.min_replicas)[:, None, :]
+        may_LNE &= ~held_LNE[rows, :, hot_L][:, :, None]
+        left_LE = np.where(may_LNE.any(axis=1), load_LE / np.maximum(count_LE - 1, 1), np.inf)
+        cold_L = left_LE.argmin(axis=1)
+        ratio_L = share_LE[rows, hot_L] / np.maximum(left_LE[rows, cold_L], 1e-9)
+        order = np.argsort(-ratio_L, kind="stable")[: max_moves - used]
+        layers = order[ratio_L[order] > HYSTERESIS]
+        if not len(layers):
+            return used
+        load_LN = np.matmul(held_LNE, share_LE[:, :, None])[:, :, 0]
+        rank_L = np.where(may_LNE[rows, :, cold_L], load_LN, np.inf).argmin(axis=1)
+        held_LNE[layers, rank_L[layers], cold_L[layers]] = False
+        held_LNE[layers, rank_L[layers], hot_L[layers]] = True
+        used += len(layers)
+    return used

@@ -1,0 +1,109 @@
+"""Experts as bytes: whatever a slot holds arrives bit for bit, and every damage shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from moe_runtime.experts.base import ExpertWeights
+from moe_runtime.experts.migration import PIECE_BYTES, ReadSlot, SlotStore
+from moe_runtime.quantization import FP8
+
+KINDS = ("float32", "bfloat16", "float16", "fp8")
+
+
+def make_weights(kind: str, num_slots: int, hidden: int, inner: int, seed: int) -> ExpertWeights:
+    """Every tensor field filled, with any bits: also those of NaN."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def fill(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        size = torch.empty(shape, dtype=dtype).nbytes
+        return torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8).view(dtype).view(shape)
+
+    dtype = FP8 if kind == "fp8" else getattr(torch, kind)
+    other = torch.bfloat16 if kind == "fp8" else dtype
+    return ExpertWeights(
+        gate_up_pFD=fill(num_slots, 2 * inner, hidden, dtype=dtype),
+        down_pDF=fill(num_slots, hidden, inner, dtype=dtype),
+        activation="silu",
+        gate_up_bias_pF=fill(num_slots, 2 * inner, dtype=other),
+        down_bias_pD=fill(num_slots, hidden, dtype=other),
+        gate_up_scale=fill(num_slots, 2, 3, 1, dtype=torch.float32) if kind == "fp8" else None,
+        down_scale=fill(num_slots, 1, 3, dtype=torch.float32) if kind == "fp8" else None,
+    )
+
+
+def tensors(weights: ExpertWeights) -> dict[str, torch.Tensor]:
+    found = {f.name: getattr(weights, f.name) for f in dataclasses.fields(weights)}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slot_arrives_bit_for_bit_and_nothing_else_changes(kind: str, seed: int) -> None:
+    draw = random.Random(seed)
+    hidden, inner = draw.randint(1, 40), draw.randint(1, 40)
+    source = make_weights(kind, 3, hidden, inner, seed)
+    target = make_weights(kind, 5, hidden, inner, seed + 1)
+    before = {name: value.clone() for name, value in tensors(target).items()}
+    ours, theirs = SlotStore.of([target]), SlotStore.of([source])
+
+    def read(piece: ReadSlot, memory: memoryview) -> None:
+        memory[:] = theirs.answer(piece)
+
+    ours.copy_into(0, 4, read, 1)
+    assert ours.digest(0, 4) == theirs.digest(0, 1)
+    assert ours.digest(0, 4) != theirs.digest(0, 2)
+    for name, value in tensors(target).items():
+        assert same_bits(value[4], tensors(source)[name][1]), name
+        assert same_bits(value[:4], before[name][:4]), name
+    assert ours.largest_slot_bytes == sum(value[0].nbytes for value in tensors(source).values())
+
+
+def test_every_damaged_bit_shows_in_the_digest(seed: int) -> None:
+    draw = random.Random(seed)
+    weights = make_weights("fp8", 2, 9, 7, seed)
+    store = SlotStore.of([weights])
+    good = store.digest(0, 1)
+    for name, value in tensors(weights).items():
+        data = value[1].view(-1).view(torch.uint8)
+        place, bit = draw.randrange(len(data)), 1 << draw.randrange(8)
+        data[place] ^= bit
+        assert store.digest(0, 1) != good, name
+        data[place] ^= bit
+    assert store.digest(0, 1) == good
+
+
+def test_large_slots_come_in_pieces(seed: int) -> None:
+    hidden, inner = 513, 700
+    source, target = (make_weights("float32", 1, hidden, inner, seed + i) for i in range(2))
+    pieces = []
+
+    def read(piece: ReadSlot, memory: memoryview) -> None:
+        pieces.append(len(memory))
+        memory[:] = SlotStore.of([source]).answer(piece)
+
+    SlotStore.of([target]).copy_into(0, 0, read, 0)
+    assert max(pieces) == PIECE_BYTES
+    assert sum(pieces) == SlotStore.of([source]).largest_slot_bytes
+    assert same_bits(source.down_pDF, target.down_pDF)
+
+
+def test_what_does_not_exist_is_refused() -> None:
+    store = SlotStore.of([make_weights("float32", 2, 4, 4, 0)])
+    for wrong in (
+        ReadSlot(1, 0, 0, 0, 4),
+        ReadSlot(0, 2, 0, 0, 4),
+        ReadSlot(0, -1, 0, 0, 4),
+        ReadSlot(0, 0, 9, 0, 4),
+        ReadSlot(0, 0, 0, 0, 4 * 8 * 4 + 1),
+        ReadSlot(0, 0, 0, 8, 4),
+    ):
+        with pytest.raises(IndexError):
+            store.answer(wrong)
