@@ -65,9 +65,9 @@ def parse_yaml(text: bytes) -> Any:
 
 
 def read_ours(data: Any) -> StoredPlacement:
-    """{"format", "version", "checkpoint", "num_experts", "slots": [layer][rank][slot], "why": [...]}; see write_ours."""
+    """{"format", "version", "checkpoint", "num_experts", "slots": [MoE layer][rank][slot], "why": [...]}."""
     name = "moe_runtime"
-    fields = {"format", "version", "checkpoint", "num_experts", "moe_layers", "slots", "why"}
+    fields = {"format", "version", "checkpoint", "num_experts", "slots", "why"}
     if not isinstance(data, dict) or data.get("format") != OURS:
         refuse(name, f"has no `format` {OURS!r}")
     integer(data.get("version"), name, "`version`", OURS_VERSION, OURS_VERSION)
@@ -97,8 +97,7 @@ def read_ours(data: Any) -> StoredPlacement:
 def write_ours(placement: ExpertPlacement, model: Model, why: Why) -> bytes:
     """With one line per rank, so that two files can be compared with diff."""
     head = {
-        "format": OURS, "version": OURS_VERSION, "checkpoint": model.checkpoint, "num_experts": placement.num_experts,
-        "moe_layers": list(model.moe_layers), "why": list(why),
+        "format": OURS, "version": OURS_VERSION, "checkpoint": model.checkpoint, "num_experts": placement.num_experts, "why": list(why),
     }  # fmt: skip
     lines = [f' "{key}": {json.dumps(value, ensure_ascii=False)},' for key, value in head.items()]
     layers = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import random
 import zipfile
 from pathlib import Path
@@ -323,12 +322,10 @@ def test_pickles_are_not_run(zipped: bool, name: str | None, tmp_path: Path) -> 
     )
     with pytest.raises(ConfigError, match=r"weights_only=True. refuses it"):
         read_file(path, name)
-    path.write_bytes(pickle.dumps(Bomb(made)))
-    with pytest.raises(ConfigError, match="refuses it"):
-        read_file(path, name)
     assert not made.exists()
-    pickle.loads(path.read_bytes())
-    assert made.exists(), "the bomb of this test does not work"
+    # The same file does its harm where it is trusted.
+    torch.load(path, weights_only=False)
+    assert made.exists()
 
 
 def test_zip_bombs_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
