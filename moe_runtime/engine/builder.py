@@ -6,12 +6,15 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from moe_runtime import backends, backends_dispatch
+from moe_runtime.core import ExpertPlacement
 from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.control import Control
 from moe_runtime.engine.engine import Engine
+from moe_runtime.engine.initial_placement import initial_placement
 from moe_runtime.engine.messages import Ready
 from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
 from moe_runtime.engine.overlap import OverlapModel
@@ -22,7 +25,7 @@ from moe_runtime.models.quantized import with_expert_scheme
 from moe_runtime.models.registry import load_adapter, load_spec
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.moe import ExpertParallelMoe
-from moe_runtime.placement.layout import contiguous, layer_placement
+from moe_runtime.placement.layout import layer_placement
 from moe_runtime.profiling.timeline import Timeline
 from moe_runtime.profiling.trace import StepTrace
 from moe_runtime.topology import free_memory_bytes
@@ -60,14 +63,17 @@ class RankBuilder:
         self, config: EngineConfig, topology: Topology, report: Callable[[str, float], None]
     ) -> None:
         self.config, self.topology, self.report = config, topology, report
-        self._spec_json = ""
+        self._spec_json = self._placement_json = ""
         # What needs no time comes before the weights, so that its mistakes are told at once.
         self.stages = (self.read_config, self.decide, self.connect, self.load, self.reserve)
 
     def read_config(self) -> None:
-        """The model's shape, read by rank 0 alone: what reads it takes long to import."""
+        """The model's shape and the placement, read by rank 0 alone: what reads them takes long to import."""
         if self.topology.rank == 0:
-            self._spec_json = load_spec(Path(self.config.model))[0].to_json()
+            spec, _ = load_spec(Path(self.config.model))
+            self._spec_json = spec.to_json()
+            placement = initial_placement(self.config, spec, self.topology.world_size)
+            self._placement_json = msgspec.json.encode(placement).decode()
 
     def decide(self) -> None:
         """The same shape on all ranks, the data type, the context length, the placement."""
@@ -82,12 +88,8 @@ class RankBuilder:
                 f"max_model_len={config.max_model_len}: the model has positions for {longest} tokens at most"
             )
         self.max_model_len = config.max_model_len or longest
-        self.placement = contiguous(
-            self.spec.num_moe_layers,
-            self.spec.num_experts,
-            self.topology.world_size,
-            config.num_redundant_experts,
-        )
+        text = self.topology.broadcast_text(self._placement_json)
+        self.placement = msgspec.json.decode(text, type=ExpertPlacement)
 
     def load(self) -> None:
         """The weights this rank keeps."""
