@@ -95,7 +95,9 @@ def replan_interval_s(gain: float, payback_s: float, half_life_s: float | None) 
     return min(math.sqrt(2 * payback_s * half_life_s / math.log(2)), half_life_s)
 
 
-def verdict(gain: Estimate, num_judged: int, found: Drift, payback_s: float, lasts_s: float) -> tuple[str, str]:
+def verdict(
+    gain: Estimate, num_judged: int, found: Drift, payback_s: float, lasts_s: float
+) -> tuple[str, str]:
     """One of APPLY, NOT_WORTH_IT, NOT_ENOUGH, and why in a sentence.
 
     lasts_s: the half-life, or the longest lag looked at if it was not reached, in seconds.
@@ -113,9 +115,15 @@ def verdict(gain: Estimate, num_judged: int, found: Drift, payback_s: float, las
     if gain.mean < MIN_GAIN:
         return NOT_WORTH_IT, f"There is a gain for sure, but below {MIN_GAIN:.0%} of the step."
     if not found.lasting:
-        return NOT_ENOUGH, "No pattern of the load lasts from one window to the next, so the gain may be chance."
+        return (
+            NOT_ENOUGH,
+            "No pattern of the load lasts from one window to the next, so the gain may be chance.",
+        )
     if payback_s >= lasts_s:
         return NOT_WORTH_IT, (
             "Moving the experts takes longer to pay back than the load's pattern is known to last."
         )
-    return APPLY, "The gain is above zero on traffic that the plan has not seen, and pays back before the load has changed."
+    return (
+        APPLY,
+        "The gain is above zero on traffic that the plan has not seen, and pays back before the load has changed.",
+    )

@@ -67,7 +67,11 @@ class Judge:
         """Draw steps from these of the judged windows (`draw_step`, seed (0, window, step)); `past` is what the plan was made from."""
         times, even, imbalance, padding, incast = [], [], [], [], []
         num_ranks = self.cost.cluster.num_ranks
-        bytes_NN, wait_NN, rows_N = np.zeros((num_ranks,) * 2), np.zeros((num_ranks,) * 2), np.zeros(num_ranks)
+        bytes_NN, wait_NN, rows_N = (
+            np.zeros((num_ranks,) * 2),
+            np.zeros((num_ranks,) * 2),
+            np.zeros(num_ranks),
+        )
         mean_rows = fullest_rows = 0.0
         for w in windows:
             drawn = min(int(judged.steps_W[w]), steps_per_window)
@@ -121,7 +125,12 @@ class Judge:
         fullest_us = float(plain_LN.max(axis=1).sum())
         padded_us = float(tiled_LN.max(axis=1).sum())
         travel_us, even_travel_us = self._travel(sent_LNN), self._travel(self._even_traffic(sent_LNN))
-        return mean_us + even_travel_us, fullest_us - mean_us, padded_us - fullest_us, travel_us - even_travel_us
+        return (
+            mean_us + even_travel_us,
+            fullest_us - mean_us,
+            padded_us - fullest_us,
+            travel_us - even_travel_us,
+        )
 
     def _travel(self, sent_LNN: Array) -> float:
         model = self.cost.model

@@ -31,7 +31,9 @@ def relative_load(loads_LE: Array) -> Array:
 
 def replica_counts(placement: ExpertPlacement) -> Array:
     """int64 (L, E)."""
-    return np.stack([Replicas.of(np.array(slots), placement.num_experts).count_E for slots in placement.slots])
+    return np.stack(
+        [Replicas.of(np.array(slots), placement.num_experts).count_E for slots in placement.slots]
+    )
 
 
 def holds(placement: ExpertPlacement) -> Array:
@@ -57,9 +59,7 @@ def reasons(placement: ExpertPlacement, loads_LE: Array) -> list[Reason]:
 
 def _why(load: float, count: int) -> str:
     if load < 1:
-        return (
-            "not hot: it takes slots that would otherwise be empty, or keeps its replicas near those who use it"
-        )
+        return "not hot: it takes slots that would otherwise be empty, or keeps its replicas near those who use it"
     return f"load {load:.2f} times the mean; {count} replicas make it {load / count:.2f} each"
 
 
