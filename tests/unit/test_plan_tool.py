@@ -236,7 +236,7 @@ def test_simulations_that_cannot_be(tool: Any, tmp_path: Path, seed: int) -> Non
         (["--algorithm", "best"], "--algorithm best: choose from ours, deepseek, contiguous"),
         (["--split", "fair"], "--split fair: choose from static"),
         (["--redundant", "9"], "9 redundant experts do not fit: 8 experts on 2 ranks allow at most 8"),
-        (["--ep", "3", "--algorithm", "deepseek"], "EPLB needs the number of slots (8) to be a multiple of the number of ranks (3)"),
+        (["--ep", "3", "--algorithm", "deepseek"], "ranks with different numbers of slots; choose 'ours'"),
         (["--json", str(tmp_path / "absent" / "x.json")], "cannot be written"),
     ]:  # fmt: skip
         assert message in tool("simulate", record, *argv, status=1)
