@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from moe_runtime.errors import ConfigError
 from moe_runtime.placement.cost import Cluster
 from moe_runtime.placement.formats import parse, read_file
-from moe_runtime.placement.layout import contiguous
+from moe_runtime.placement.layout import check_redundant, contiguous
 from moe_runtime.placement.planner import plan
 from moe_runtime.placement.stored import Model, StoredLoads
 from moe_runtime.placement.validate import to_placement
@@ -58,5 +58,6 @@ def _planned(stored: StoredLoads, model: Model, num_redundant: int, what: str) -
         raise ConfigError(
             f"{what}: is for {stored.loads_WLE.shape[2]} experts, but the model has {model.num_experts}"
         )
+    check_redundant(num_redundant, model.num_experts, model.num_ranks)
     cluster = Cluster.single(model.num_ranks)
     return plan(stored.loads_WLE[:, layers], cluster, num_slots=model.num_experts + num_redundant).placement

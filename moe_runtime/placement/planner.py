@@ -16,6 +16,7 @@ from moe_runtime.core import ExpertPlacement
 from moe_runtime.errors import ConfigError
 from moe_runtime.placement import deepseek
 from moe_runtime.placement.cost import Cluster, Cost
+from moe_runtime.placement.layout import contiguous
 from moe_runtime.placement.packing import pack
 from moe_runtime.placement.problem import Problem, check_current, make_problem
 
@@ -70,6 +71,8 @@ def plan(
     notes: list[str] = []
     if algorithm == "deepseek":
         held_LNE = _deepseek(problem, num_groups, notes)
+    elif algorithm == "contiguous":
+        held_LNE = _contiguous(problem)
     else:
         held_LNE = pack(problem)
     slots_LNp, moved = arrange(held_LNE, current_LNp)
@@ -80,6 +83,13 @@ def plan(
         version=version,
     )
     return PlanResult(placement, moved, tuple(notes))
+
+
+def _contiguous(problem: Problem) -> Array:
+    """Whatever the load: as `layout.contiguous`."""
+    layout = contiguous(1, problem.num_experts, problem.num_ranks, problem.num_slots - problem.num_experts)
+    held_NE = [[expert in rank for expert in range(problem.num_experts)] for rank in layout.slots[0]]
+    return np.tile(np.array(held_NE), (problem.num_layers, 1, 1))
 
 
 def _deepseek(problem: Problem, num_groups: int, notes: list[str]) -> Array:

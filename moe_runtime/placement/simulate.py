@@ -19,6 +19,7 @@ import numpy as np
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.errors import ConfigError
 from moe_runtime.placement.cost import Cluster, Cost, Hardware, ModelCost, sent_rows, slot_rows
+from moe_runtime.placement.layout import check_redundant
 from moe_runtime.placement.planner import plan
 from moe_runtime.placement.record import PHASES, LoadRecord
 from moe_runtime.placement.split import Replicas, split_rows
@@ -79,12 +80,19 @@ class Replay:
     """float64: mean time of the steps drawn from the window."""
     tokens_W: Array
     """float64: tokens per step, of all ranks."""
+    steps_W: Array
+    """int64: steps of the window."""
 
     @property
     def rank_rows(self) -> Array:
         """int64: expert rows of each rank, all layers together."""
         rows_WN: Array = self.rows_WLNp.sum(axis=(1, 3))
         return rows_WN
+
+    @property
+    def fullest_rows(self) -> float:
+        """Expert rows per step of the rank that has most of them in the window, all layers together; mean over windows."""
+        return float((self.rank_rows.max(axis=1) / self.steps_W).mean())
 
     @property
     def balancedness(self) -> float:
@@ -184,6 +192,7 @@ def replay(traffic: Traffic, placement: ExpertPlacement, cost: Cost, split: str,
         internode_bytes_W=np.array(bytes_outside),
         step_us_W=np.array(step_us),
         tokens_W=traffic.tokens_WN.sum(axis=1) / traffic.steps_W,
+        steps_W=traffic.steps_W,
     )
 
 
@@ -237,6 +246,7 @@ def simulate(
     future = traffic.windows(slice(half, None))
     outcomes = []
     for setting in settings:
+        check_redundant(setting.redundant, record.meta.num_experts, setting.cluster.num_ranks)
         cost = Cost(ModelCost.of(record.meta), hardware, setting.cluster)
         planned = plan(
             past.counts_WNLE.sum(axis=1), setting.cluster, cost,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 
@@ -11,7 +12,7 @@ WIDTH, HEIGHT = 860, 520
 LEFT, RIGHT, TOP, BOTTOM = 90, 260, 50, 60
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")
 """Of Okabe and Ito: told apart by colour-blind eyes too."""
-TICKS = 5
+MOST_TICKS = 7
 
 
 def pareto_svg(outcomes: Sequence[Outcome], title: str) -> str:
@@ -63,7 +64,11 @@ class _Scale:
         return self.first + (value - self.low) / (self.high - self.low) * (self.last - self.first)
 
     def ticks(self) -> list[float]:
-        return [self.low + (self.high - self.low) * i / (TICKS - 1) for i in range(TICKS)]
+        """Round numbers: 1, 2 or 5 times a power of ten apart."""
+        least = (self.high - self.low) / MOST_TICKS
+        power = 10 ** math.floor(math.log10(least))
+        step = next(m * power for m in (1, 2, 5, 10) if m * power >= least)
+        return [i * step for i in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
 
 
 def _scale(values: Sequence[float], first: float, last: float) -> _Scale:
@@ -78,11 +83,11 @@ def _axes(to_x: _Scale, to_y: _Scale) -> list[str]:
     for value in to_x.ticks():
         x = to_x(value)
         parts.append(f'<path d="M{x:.1f} {bottom}v5" stroke="#000000"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{value:,.0f}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{value:,.10g}</text>')
     for value in to_y.ticks():
         y = to_y(value)
         parts.append(f'<path d="M{LEFT} {y:.1f}h-5" stroke="#000000"/>')
-        parts.append(f'<text x="{LEFT - 9}" y="{y + 4:.1f}" text-anchor="end">{value:,.0f}</text>')
+        parts.append(f'<text x="{LEFT - 9}" y="{y + 4:.1f}" text-anchor="end">{value:,.10g}</text>')
     parts.append(
         f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 15}" text-anchor="middle">MoE time of a step, microseconds</text>'
     )

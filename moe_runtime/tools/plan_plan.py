@@ -14,7 +14,7 @@ from moe_runtime.core import ExpertPlacement
 from moe_runtime.errors import ConfigError
 from moe_runtime.placement.cost import Cost, Hardware, ModelCost
 from moe_runtime.placement.formats import FORMATS, read_placement, write_placement
-from moe_runtime.placement.layout import contiguous
+from moe_runtime.placement.layout import check_redundant, contiguous
 from moe_runtime.placement.planner import ALGORITHMS, plan
 from moe_runtime.placement.stored import Array, Model
 from moe_runtime.tools.plan_inputs import add_model_arguments, cluster_of, count, model_of, number, read_loads
@@ -97,6 +97,7 @@ def run(args: argparse.Namespace) -> str:
         raise ConfigError(f"{args.record}: was recorded with another checkpoint than {args.model}")
     if model.num_experts != num_experts:
         raise ConfigError(f"{args.record}: has {num_experts} experts, the model {model.num_experts}")
+    check_redundant(args.redundant, num_experts, ep)
     loads_WLE = given.loads_WLE[:, model.pick_layers(len(layers), None, str(args.record))]
     cost = (
         Cost(ModelCost.of(given.record.meta), Hardware.named(args.hardware), cluster)

@@ -28,6 +28,7 @@ what it does
 columns
   step      MoE time of a step; ktok/s: tokens per second of all ranks, and of each; *: no other setting has both a shorter
             step and more tokens per rank
+  fullest   expert rows per step of the rank that has most, all layers together
   balanced  rows of the mean rank / rows of the fullest rank, summed over layers: 1 is perfect
   MB/step   bytes between ranks, in the node and between nodes; GiB: experts' weights on a rank
 
@@ -133,10 +134,10 @@ def cluster_for(topology: str | None, num_ranks: int) -> Cluster:
 
 
 def table(outcomes: Sequence[Outcome], title: str) -> str:
-    """For a terminal of 120 columns."""
+    """For a terminal of 130 columns."""
     head = (
         f"  {'ep':>4} {'spare':>5} {'algorithm':10} {'split':11} {'step us':>9} {'90 % interval':>19} {'ktok/s':>9}"
-        f" {'per rank':>8} {'balanced':>8} {'MB/step':>8} {'far':>8} {'GiB':>6}"
+        f" {'per rank':>8} {'fullest':>8} {'balanced':>8} {'MB/step':>8} {'far':>8} {'GiB':>6}"
     )
     lines = [title, head]
     for outcome, best in zip(outcomes, pareto(outcomes), strict=True):
@@ -144,7 +145,7 @@ def table(outcomes: Sequence[Outcome], title: str) -> str:
         lines.append(
             f"{'*' if best else ' '} {setting.cluster.num_ranks:4} {setting.redundant:5} {setting.algorithm:10} {setting.split:11}"
             f" {outcome.step_us.mean:9.1f} {_interval(outcome.step_us):>19} {outcome.tokens_per_s.mean / 1e3:9.1f}"
-            f" {outcome.tokens_per_s_per_rank / 1e3:8.2f} {replayed.balancedness:8.3f} {replayed.sent_bytes_W.mean() / 1e6:8.2f}"
+            f" {outcome.tokens_per_s_per_rank / 1e3:8.2f} {replayed.fullest_rows:8.0f} {replayed.balancedness:8.3f} {replayed.sent_bytes_W.mean() / 1e6:8.2f}"
             f" {replayed.internode_bytes_W.mean() / 1e6:8.2f} {outcome.expert_bytes_per_rank / 2**30:6.2f}"
         )
     return "\n".join(lines)
@@ -171,6 +172,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "step_us": estimate(outcome.step_us),
         "tokens_per_s": estimate(outcome.tokens_per_s),
         "balancedness": replayed.balancedness,
+        "steps": replayed.steps_W.tolist(),
         "rank_rows": replayed.rank_rows.tolist(),
         "node_bytes_per_step": replayed.sent_bytes_W.tolist(),
         "internode_bytes_per_step": replayed.internode_bytes_W.tolist(),

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moe_runtime import LLM, SamplingParams
 from moe_runtime.config import EngineConfig
+from moe_runtime.config import replace as replace_config
 from moe_runtime.engine.initial_placement import initial_placement, placement_model
 from moe_runtime.errors import CheckpointError, ConfigError
 from moe_runtime.models.registry import load_spec
 from moe_runtime.placement.formats import FORMATS, write_placement
 from moe_runtime.placement.stored import Model
+from moe_runtime.placement.validate import check_slots
 from moe_runtime.weights.identity import checkpoint_identity
 from tests.helpers.placements import random_placement
 from tests.helpers.tiny_models import make_tiny
@@ -110,6 +115,24 @@ def test_what_does_not_fit_is_told(tmp_path: Path, seed: int) -> None:
     row = [0, *experts[:-1], *experts]
     with pytest.raises(ConfigError, match="MoE layer 0, rank 0, slot 1: holds expert 0 again"):
         LLM(str(folder), skip_tokenizer_init=True, ep=2, init_expert_location=str([row] * 3))
+
+
+def test_statistics_are_planned_from(tmp_path: Path, seed: int) -> None:
+    model, _ = sparse_model(tmp_path, seed)
+    spec, _ = load_spec(tmp_path)
+    counts = np.random.default_rng(seed).integers(1, 100, (spec.num_layers, spec.num_experts))
+    counts[:, 1] = 1000
+    given = json.dumps({"logical_count": counts.tolist()})
+    config = EngineConfig(model=str(tmp_path), init_expert_location=given, num_redundant_experts=1)
+    placement = initial_placement(config, spec, 2)
+    check_slots(placement.slots, replace(model, num_ranks=2), "planned")
+    # The hot expert is the one with a replica.
+    assert all(sum(rank.count(1) for rank in layer) == 2 for layer in placement.slots)
+    with pytest.raises(ConfigError, match="999 redundant experts do not fit"):
+        initial_placement(replace_config(config, num_redundant_experts=999), spec, 2)
+    wrong = json.dumps({"logical_count": counts[:, 1:].tolist()})
+    with pytest.raises(ConfigError, match=f"is for {spec.num_experts - 1} experts, but the model has {spec.num_experts}"):
+        initial_placement(replace_config(config, init_expert_location=wrong), spec, 2)
 
 
 def test_trivial_is_the_default(tmp_path: Path, seed: int) -> None:

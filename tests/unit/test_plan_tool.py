@@ -44,7 +44,7 @@ def tool(capsys: pytest.CaptureFixture[str]) -> Any:
 
 def test_help_teaches(tool: Any) -> None:
     assert "launch/plan.py plan record -o placement.json" in tool("--help")
-    for command in ("convert", "plan"):
+    for command in ("convert", "plan", "simulate"):
         text = tool(command, "--help")
         assert "examples\n" in text
         assert f"launch/plan.py {command}" in text
@@ -187,6 +187,7 @@ def test_plans_that_cannot_be(tool: Any, tmp_path: Path, seed: int) -> None:
     assert "--topology nodes=2x8 has 16 ranks, --ep 2" in tool(
         "plan", record, "-o", out, "--topology", "nodes=2x8", status=1
     )
+    assert "9 redundant experts do not fit" in tool("plan", record, "-o", out, "--redundant", 9, status=1)
     assert "hardware 'h300'" in tool("plan", record, "-o", out, "--hardware", "h300", status=1)
     assert "record.json cannot be read" in tool("plan", tmp_path, "-o", out, status=1)
     make_tiny("mixtral", tmp_path / "model", seed)
@@ -205,3 +206,41 @@ def test_peers_get_no_plan_with_empty_slots(tool: Any, tmp_path: Path, seed: int
     text = tool("plan", tmp_path / "record", "-o", tmp_path / "p.pt", "--ep", 3, status=1)
     assert "sglang_pt has no empty slots, but MoE layer 0, rank" in text
     tool("plan", tmp_path / "record", "-o", tmp_path / "p.pt", "--ep", 3, "--redundant", 1)
+
+
+def test_simulate(tool: Any, tmp_path: Path, seed: int) -> None:
+    record = tmp_path / "record"
+    write_random_record(record, seed, num_windows=6)
+    text = tool(
+        "simulate", record, "--ep", "2,4", "--redundant", "0,4", "--topology", "nodes=2x2", "--hardware", "cpu",
+        "--algorithm", "contiguous,deepseek,ours", "--split", "static,waterfill", "--json", tmp_path / "out.json",
+        "--svg", tmp_path / "out.svg",
+    )  # fmt: skip
+    assert "random, all tokens, on cpu: 3 windows judged" in text
+    outcomes = json.loads((tmp_path / "out.json").read_text())["outcomes"]
+    assert len(text.splitlines()) == 2 + len(outcomes) == 2 + 2 * 2 * 3 * 2
+    # Bytes between nodes only where there are two.
+    assert all((sum(o["internode_bytes_per_step"]) > 0) == (o["ep"] == 4) for o in outcomes)
+    # The split at run time never makes the fullest rank fuller, for the same placement.
+    for static, filled in zip(outcomes[::2], outcomes[1::2], strict=True):
+        assert static["balancedness"] <= filled["balancedness"] + 1e-9
+    assert (tmp_path / "out.svg").read_text().startswith("<svg ")
+
+
+def test_simulations_that_cannot_be(tool: Any, tmp_path: Path, seed: int) -> None:
+    record = tmp_path / "record"
+    write_random_record(record, seed)
+    for argv, message in [
+        (["--ep", "0"], "--ep 0: there must be at least one rank"),
+        (["--ep", "3", "--topology", "nodes=2x2"], "--ep 3 does not fit --topology nodes=2x2"),
+        (["--algorithm", "best"], "--algorithm best: choose from ours, deepseek, contiguous"),
+        (["--split", "fair"], "--split fair: choose from static"),
+        (["--redundant", "9"], "9 redundant experts do not fit: 8 experts on 2 ranks allow at most 8"),
+        (["--ep", "3", "--algorithm", "deepseek"], "ranks with different numbers of slots; choose 'ours'"),
+        (["--json", str(tmp_path / "absent" / "x.json")], "cannot be written"),
+    ]:  # fmt: skip
+        assert message in tool("simulate", record, *argv, status=1)
+    assert "invalid choice" in tool("simulate", record, "--phase", "both", status=2)
+    assert "must be an integer" in tool("simulate", record, "--ep", "2,x", status=2)
+    np.savez(tmp_path / "weight.npz", weight=np.ones((1, 2)))
+    assert "has sums only; this needs a record" in tool("simulate", tmp_path / "weight.npz", status=1)
