@@ -1,8 +1,9 @@
-"""Placements of experts: convert them, plan them from recorded load, try them out.
+"""Placements of experts: convert them, plan them from recorded load, try them out, judge them.
 
     python launch/generate.py --record record ...                          # or record on a running server
     python launch/plan.py plan record -o placement.json --ep 8 --redundant 16
     python launch/plan.py simulate record --ep 8,16 --redundant 0,16,32
+    python launch/plan.py report record -o report
     torchrun launch/serve.py --ep 8 --init-expert-location placement.json
     python launch/plan.py convert placement.json placement.pt --model DIR   # for SGLang
 
@@ -21,9 +22,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from moe_runtime.errors import MoeRuntimeError
-from moe_runtime.tools import plan_convert, plan_plan, plan_simulate
+from moe_runtime.tools import plan_convert, plan_plan, plan_report, plan_simulate
 
-COMMANDS = {"convert": plan_convert, "plan": plan_plan, "simulate": plan_simulate}
+COMMANDS = {"convert": plan_convert, "plan": plan_plan, "simulate": plan_simulate, "report": plan_report}
 """Each module has HELP, EPILOG, add_arguments(parser) and run(args), which returns the text to print."""
 
 

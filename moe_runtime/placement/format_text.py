@@ -65,9 +65,9 @@ def parse_yaml(text: bytes) -> Any:
 
 
 def read_ours(data: Any) -> StoredPlacement:
-    """{"format", "version", "checkpoint", "num_experts", "slots": [MoE layer][rank][slot], "why": [...]}."""
+    """{"format", "version", "checkpoint", "num_experts", "slots": [MoE layer][rank][slot], "why": [...], "prediction": {...}}."""
     name = "moe_runtime"
-    fields = {"format", "version", "checkpoint", "num_experts", "slots", "why"}
+    fields = {"format", "version", "checkpoint", "num_experts", "slots", "why", "prediction"}
     if not isinstance(data, dict) or data.get("format") != OURS:
         refuse(name, f"has no `format` {OURS!r}")
     integer(data.get("version"), name, "`version`", OURS_VERSION, OURS_VERSION)
@@ -78,6 +78,9 @@ def read_ours(data: Any) -> StoredPlacement:
         refuse(name, "`checkpoint` must be a text")
     if not isinstance(why, list) or not all(isinstance(sentence, str) for sentence in why):
         refuse(name, "`why` must be a list of texts")
+    prediction = data.get("prediction")
+    if prediction is not None and not isinstance(prediction, dict):
+        refuse(name, "`prediction` must be a mapping")
     layers = _layers(data.get("slots"), name, "`slots`")
     slots = []
     for i, ranks in enumerate(layers):
@@ -91,14 +94,19 @@ def read_ours(data: Any) -> StoredPlacement:
         num_experts=integer(data.get("num_experts"), name, "`num_experts`", 1, 2**20),
         checkpoint=checkpoint,
         why=tuple(why),
+        prediction=prediction,
     )
 
 
-def write_ours(placement: ExpertPlacement, model: Model, why: Why) -> bytes:
-    """With one line per rank, so that two files can be compared with diff."""
-    head = {
+def write_ours(
+    placement: ExpertPlacement, model: Model, why: Why, prediction: Mapping[str, Any] | None = None
+) -> bytes:
+    """With one line per rank, so that two files can be compared with diff. prediction: `report_data.Prediction` as a mapping."""
+    head: dict[str, Any] = {
         "format": OURS, "version": OURS_VERSION, "checkpoint": model.checkpoint, "num_experts": placement.num_experts, "why": list(why),
     }  # fmt: skip
+    if prediction is not None:
+        head["prediction"] = prediction
     lines = [f' "{key}": {json.dumps(value, ensure_ascii=False)},' for key, value in head.items()]
     layers = [
         "  [\n" + ",\n".join(f"   {json.dumps(list(rank))}" for rank in layer) + "\n  ]"

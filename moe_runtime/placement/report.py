@@ -14,43 +14,35 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_runtime.core import ExpertPlacement
-from moe_runtime.errors import ConfigError
 from moe_runtime.placement import report_data as data
-from moe_runtime.placement.cost import Cluster, Cost, Hardware, ModelCost
-from moe_runtime.placement.planner import plan
 from moe_runtime.placement.record import LoadRecord
 from moe_runtime.placement.report_audit import audit
+from moe_runtime.placement.report_setup import (
+    Options,
+    Setup,
+    drift_loads,
+    in_force,
+    make_plan,
+    make_setup,
+    redundant_experts,
+    seconds_per_step,
+    window_s,
+    with_tokens,
+)
 from moe_runtime.placement.report_stats import Drift, drift, relative_gain, replan_interval_s, verdict
 from moe_runtime.placement.report_steps import Judge, Judged
 from moe_runtime.placement.report_views import (
     coactivation,
-    holds,
     moves,
     reasons,
     relative_load,
     replica_counts,
 )
-from moe_runtime.placement.simulate import Estimate, Traffic, ratio_estimate, traffic_of
+from moe_runtime.placement.simulate import Estimate, ratio_estimate
 from moe_runtime.placement.stored import Array
 
-MAX_JUDGED = 32
-"""Held-out windows that are judged, evenly spread over all; more would take long with many ranks."""
 MAX_TIMES = 48
 """Points on the axis of time."""
-MAX_DRIFT_WINDOWS = 256
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a report is to assume."""
-
-    hardware: Hardware
-    cluster: Cluster
-    split: str = "waterfill"
-    phase: str = "all"
-    redundant: int | None = None
-    """Of the plan that the report makes, and None as many as in force."""
-    steps_per_window: int = 4
 
 
 @dataclass(frozen=True)
@@ -60,33 +52,6 @@ class Analysis:
     report: data.Report
     before: ExpertPlacement
     after: ExpertPlacement
-
-
-@dataclass(frozen=True)
-class _Setup:
-    """What all parts of the analysis look at."""
-
-    record: LoadRecord
-    options: Options
-    cost: Cost
-    traffic: Traffic
-    end_time_W: Array
-    half: int
-    """Number of windows planned from."""
-    windows: list[int]
-    """Judged ones, counted from `half`."""
-
-    @property
-    def past(self) -> Traffic:
-        return self.traffic.windows(slice(0, self.half))
-
-    @property
-    def judged(self) -> Traffic:
-        return self.traffic.windows(slice(self.half, None))
-
-    def judge(self, placement: ExpertPlacement) -> Judged:
-        judge = Judge(placement, self.cost, self.options.split)
-        return judge.judge(self.past, self.judged, self.windows, self.options.steps_per_window)
 
 
 def analyse(
@@ -100,12 +65,12 @@ def analyse(
     applied: the last plan with its prediction, to be audited. Raises ConfigError if the record has fewer than two windows with
     tokens, or what is given does not fit it.
     """
-    setup = _setup(record, options)
-    before = _in_force(record)
+    setup = make_setup(record, options)
+    before = in_force(record)
     notes: list[str] = []
     if placement is None:
-        redundant = _redundant(before) if options.redundant is None else options.redundant
-        placement = _plan(setup, redundant, before)
+        redundant = redundant_experts(before) if options.redundant is None else options.redundant
+        placement = make_plan(setup, redundant, before)
     else:
         notes.append(
             "The placement was given. If it was planned from this record, the judged windows are not unseen and the gain is too good."
@@ -113,7 +78,7 @@ def analyse(
     notes += _notes(setup)
     judged_before, judged_after = setup.judge(before), setup.judge(placement)
     gain = relative_gain(judged_before.step_us_W, judged_after.step_us_W)
-    lasting = drift(_drift_loads(setup))
+    lasting = drift(drift_loads(setup))
     report = data.Report(
         about=_about(setup),
         verdict=_verdict(setup, before, placement, judged_before, judged_after, lasting),
@@ -151,57 +116,7 @@ def prediction(analysis: Analysis) -> data.Prediction:
     )
 
 
-def _setup(record: LoadRecord, options: Options) -> _Setup:
-    meta = record.meta
-    if options.cluster.num_ranks != meta.num_ranks:
-        raise ConfigError(
-            f"the record has {meta.num_ranks} ranks, the topology {options.cluster.num_ranks}: a report keeps the number of ranks"
-            " (launch/plan.py simulate tries others)"
-        )
-    traffic = traffic_of(record, options.phase)
-    if len(traffic.steps_W) < 2:
-        raise ConfigError(
-            "the record has one window with tokens; a report needs at least two: record for longer"
-        )
-    half = len(traffic.steps_W) // 2
-    num_future = len(traffic.steps_W) - half
-    windows = np.unique(
-        np.linspace(0, num_future - 1, min(num_future, MAX_JUDGED)).round().astype(int)
-    ).tolist()
-    some_W = _with_tokens(record, options.phase)
-    cost = Cost(ModelCost.of(meta), options.hardware, options.cluster)
-    return _Setup(record, options, cost, traffic, record.end_time_W[some_W], half, windows)
-
-
-def _with_tokens(record: LoadRecord, phase: str) -> Array:
-    """bool (W,): the windows that `traffic_of` keeps."""
-    from moe_runtime.placement.record import PHASES
-
-    tokens_WP = record.tokens_WPN.sum(axis=2)
-    tokens_W = tokens_WP.sum(axis=1) if phase == "all" else tokens_WP[:, PHASES.index(phase)]
-    some_W: Array = (tokens_W > 0) & (record.num_steps_W > 0)
-    return some_W
-
-
-def _in_force(record: LoadRecord) -> ExpertPlacement:
-    index = int(record.placement_W[-1])
-    slots = tuple(tuple(tuple(rank) for rank in layer) for layer in record.meta.placements[index])
-    return ExpertPlacement(slots=slots, num_experts=record.meta.num_experts)
-
-
-def _redundant(placement: ExpertPlacement) -> int:
-    """Replicas beyond one of each expert, in the layer that has most."""
-    return int(replica_counts(placement).sum(axis=1).max()) - placement.num_experts
-
-
-def _plan(setup: _Setup, redundant: int, current: ExpertPlacement | None) -> ExpertPlacement:
-    return plan(
-        setup.past.counts_WNLE.sum(axis=1), setup.options.cluster, setup.cost,
-        num_slots=setup.record.meta.num_experts + redundant, current=current,
-    ).placement  # fmt: skip
-
-
-def _notes(setup: _Setup) -> list[str]:
+def _notes(setup: Setup) -> list[str]:
     notes = []
     if len(setup.record.meta.placements) > 1:
         notes.append(
@@ -222,12 +137,7 @@ def _notes(setup: _Setup) -> list[str]:
     return notes
 
 
-def _seconds_per_step(setup: _Setup) -> float:
-    steps = int(setup.traffic.steps_W[1:].sum())
-    return float(setup.end_time_W[-1] - setup.end_time_W[0]) / steps
-
-
-def _about(setup: _Setup) -> data.About:
+def _about(setup: Setup) -> data.About:
     meta, options, traffic = setup.record.meta, setup.options, setup.traffic
     return data.About(
         model=meta.model, checkpoint=meta.checkpoint, recorded_on=meta.hardware, started_at=meta.started_at,
@@ -235,14 +145,14 @@ def _about(setup: _Setup) -> data.About:
         ranks_per_node=options.cluster.ranks_per_node, split=options.split, phase=options.phase,
         num_layers=meta.num_layers, num_experts=meta.num_experts, top_k=meta.top_k, num_windows=len(traffic.steps_W),
         num_steps=int(traffic.steps_W.sum()), num_tokens=int(traffic.tokens_WN.sum()),
-        seconds=float(setup.end_time_W[-1] - setup.end_time_W[0]), seconds_per_step=_seconds_per_step(setup),
+        seconds=float(setup.end_time_W[-1] - setup.end_time_W[0]), seconds_per_step=seconds_per_step(setup),
         planned_windows=setup.half, judged_windows=[setup.half + w for w in setup.windows],
         steps_per_window=options.steps_per_window,
     )  # fmt: skip
 
 
 def _payback(
-    setup: _Setup,
+    setup: Setup,
     before: ExpertPlacement,
     after: ExpertPlacement,
     judged_before: Judged,
@@ -258,7 +168,7 @@ def _payback(
 
 
 def _verdict(
-    setup: _Setup,
+    setup: Setup,
     before: ExpertPlacement,
     after: ExpertPlacement,
     judged_before: Judged,
@@ -267,7 +177,7 @@ def _verdict(
 ) -> data.Verdict:
     moved, bytes_NN, migration_us, payback_steps = _payback(setup, before, after, judged_before, judged_after)
     gain = relative_gain(judged_before.step_us_W, judged_after.step_us_W)
-    payback_s = payback_steps * _seconds_per_step(setup)
+    payback_s = payback_steps * seconds_per_step(setup)
     half_life_s, longest_s = _half_life_s(setup, found)
     lasts_s = longest_s if half_life_s is None else half_life_s
     word, why = verdict(gain, len(setup.windows), found, payback_s, lasts_s)
@@ -277,7 +187,7 @@ def _verdict(
         word=word, why=why, gain=_interval(gain), before_us=_mean(judged_before), after_us=_mean(judged_after),
         saved_us=float(judged_before.step_us_W.mean() - judged_after.step_us_W.mean()), moved_slots=moved,
         migration_bytes=int(bytes_NN.sum()), migration_us=migration_us, payback_steps=payback_steps if finite else None,
-        payback_s=payback_s if finite else None, redundant_before=_redundant(before), redundant_after=_redundant(after),
+        payback_s=payback_s if finite else None, redundant_before=redundant_experts(before), redundant_after=redundant_experts(after),
         extra_bytes_per_rank=(slots[1] - slots[0]) * len(before.slots) * setup.record.meta.expert_bytes,
     )  # fmt: skip
 
@@ -291,7 +201,7 @@ def _mean(judged: Judged) -> data.Interval:
     return _interval(ratio_estimate(judged.step_us_W, np.ones(len(judged.step_us_W))))
 
 
-def _layers(setup: _Setup, before: ExpertPlacement, after: ExpertPlacement) -> data.Layers:
+def _layers(setup: Setup, before: ExpertPlacement, after: ExpertPlacement) -> data.Layers:
     loads_LE = setup.traffic.counts_WNLE.sum(axis=(0, 1))
     counts_NLE = setup.judged.counts_WNLE.sum(axis=0)
     fullest = []
@@ -308,7 +218,7 @@ def _layers(setup: _Setup, before: ExpertPlacement, after: ExpertPlacement) -> d
     )
 
 
-def _over_time(setup: _Setup, before: ExpertPlacement, after: ExpertPlacement) -> data.OverTime:
+def _over_time(setup: Setup, before: ExpertPlacement, after: ExpertPlacement) -> data.OverTime:
     counts_WNLE = setup.traffic.counts_WNLE
     groups = np.array_split(np.arange(len(counts_WNLE)), min(len(counts_WNLE), MAX_TIMES))
     shares = []
@@ -330,8 +240,8 @@ def _losses(judged: Judged) -> data.Losses:
     return data.Losses(total_us=float(judged.step_us_W.mean()), even_us=judged.even_us, **judged.losses_us)
 
 
-def _between(setup: _Setup, before: Judged, after: Judged) -> data.Between:
-    some_W = _with_tokens(setup.record, setup.options.phase)
+def _between(setup: Setup, before: Judged, after: Judged) -> data.Between:
+    some_W = with_tokens(setup.record, setup.options.phase)
     steps = int(setup.traffic.steps_W.sum())
     return data.Between(
         bytes_before_NN=before.bytes_NN.tolist(),
@@ -345,15 +255,15 @@ def _between(setup: _Setup, before: Judged, after: Judged) -> data.Between:
     )
 
 
-def _sweep_sizes(setup: _Setup, before: ExpertPlacement) -> list[int]:
+def _sweep_sizes(setup: Setup, before: ExpertPlacement) -> list[int]:
     """Redundant experts to try: none, one, two and four per rank, and as many as now."""
     ranks, experts = setup.options.cluster.num_ranks, setup.record.meta.num_experts
-    sizes = {0, ranks, 2 * ranks, 4 * ranks, _redundant(before)}
+    sizes = {0, ranks, 2 * ranks, 4 * ranks, redundant_experts(before)}
     return sorted(size for size in sizes if size <= experts * (ranks - 1))
 
 
-def _sweep_point(setup: _Setup, redundant: int, judged_before: Judged) -> data.SweepPoint:
-    placement = _plan(setup, redundant, None)
+def _sweep_point(setup: Setup, redundant: int, judged_before: Judged) -> data.SweepPoint:
+    placement = make_plan(setup, redundant, None)
     judged = setup.judge(placement)
     return data.SweepPoint(
         redundant=redundant,
@@ -364,38 +274,19 @@ def _sweep_point(setup: _Setup, redundant: int, judged_before: Judged) -> data.S
     )
 
 
-def _drift_groups(setup: _Setup) -> int:
-    """How many neighbouring windows are taken together to keep at most MAX_DRIFT_WINDOWS."""
-    return -(-len(setup.traffic.steps_W) // MAX_DRIFT_WINDOWS)
-
-
-def _drift_loads(setup: _Setup) -> Array:
-    loads_WLE = setup.traffic.counts_WNLE.sum(axis=1)
-    size = _drift_groups(setup)
-    whole = len(loads_WLE) // size * size
-    grouped: Array = loads_WLE[:whole].reshape(-1, size, *loads_WLE.shape[1:]).sum(axis=1)
-    return grouped
-
-
-def _half_life_s(setup: _Setup, found: Drift) -> tuple[float | None, float]:
+def _half_life_s(setup: Setup, found: Drift) -> tuple[float | None, float]:
     """The half-life if it was reached, and the longest lag looked at."""
-    window_s = _window_s(setup)
-    half_life = found.half_life_windows
-    return None if half_life is None else half_life * window_s, len(found.similarity_lag) * window_s
+    unit, half_life = window_s(setup), found.half_life_windows
+    return None if half_life is None else half_life * unit, len(found.similarity_lag) * unit
 
 
-def _window_s(setup: _Setup) -> float:
-    ends = setup.end_time_W
-    return float(ends[-1] - ends[0]) / (len(ends) - 1) * _drift_groups(setup)
-
-
-def _lasting(setup: _Setup, found: Drift, gain: float, payback_steps: float) -> data.Lasting:
+def _lasting(setup: Setup, found: Drift, gain: float, payback_steps: float) -> data.Lasting:
     half_life_s, longest_s = _half_life_s(setup, found)
     return data.Lasting(
         similarity_lag=found.similarity_lag,
-        window_s=_window_s(setup),
+        window_s=window_s(setup),
         lasting=found.lasting,
         half_life_s=half_life_s,
         longest_lag_s=longest_s,
-        replan_interval_s=replan_interval_s(gain, payback_steps * _seconds_per_step(setup), half_life_s),
+        replan_interval_s=replan_interval_s(gain, payback_steps * seconds_per_step(setup), half_life_s),
     )

@@ -16,7 +16,7 @@ from moe_runtime.placement.cost import Cost
 from moe_runtime.placement.record import LoadRecord
 from moe_runtime.placement.report_data import Audit, Interval, Prediction
 from moe_runtime.placement.report_stats import relative_gain
-from moe_runtime.placement.report_steps import Judge
+from moe_runtime.placement.report_steps import Judge, evenly_spread
 from moe_runtime.placement.simulate import traffic_of
 
 MAX_WINDOWS = 32
@@ -35,11 +35,7 @@ def audit(
     """Judge the applied plan and the placement before it by the windows under the plan. Raises ConfigError if there are none."""
     under = _windows_under(record, applied)
     traffic = traffic_of(under, phase)
-    windows = (
-        np.unique(np.linspace(0, len(traffic.steps_W) - 1, min(len(traffic.steps_W), MAX_WINDOWS)).round())
-        .astype(int)
-        .tolist()
-    )
+    windows = evenly_spread(len(traffic.steps_W), MAX_WINDOWS)
     before = ExpertPlacement(
         slots=tuple(tuple(tuple(rank) for rank in layer) for layer in predicted.before),
         num_experts=applied.num_experts,

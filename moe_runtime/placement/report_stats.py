@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -52,8 +53,7 @@ def block_choices(num_windows: int) -> Array:
     length = math.ceil(round(num_windows ** (1 / 3), 9))
     num_blocks = -(-num_windows // length)
     first = np.random.default_rng(0).integers(num_windows - length + 1, size=(RESAMPLES, num_blocks))
-    chosen = (first[:, :, None] + np.arange(length)).reshape(RESAMPLES, -1)[:, :num_windows]
-    return chosen
+    return (first[:, :, None] + np.arange(length)).reshape(RESAMPLES, -1)[:, :num_windows]
 
 
 def drift(loads_WLE: Array) -> Drift:
@@ -78,7 +78,7 @@ def drift(loads_WLE: Array) -> Drift:
 def _half_life(similarity: list[float]) -> float | None:
     """First lag (linear between lags) at which half of the first value is reached."""
     half = similarity[0] / 2
-    for lag, (before, after) in enumerate(zip(similarity, similarity[1:], strict=False), start=1):
+    for lag, (before, after) in enumerate(pairwise(similarity), start=1):
         if after <= half:
             return lag + (before - half) / (before - after)
     return None

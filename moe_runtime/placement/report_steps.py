@@ -11,7 +11,7 @@ A step's modelled time is the sum of an even part and of losses:
 
 Each of drift and noise can be negative; the sum is exact.
 
-Legend: W windows, L MoE layers, N ranks, E experts, p slots per rank.
+Legend: W windows, S steps, L MoE layers, N ranks, E experts, p slots per rank.
 """
 
 from __future__ import annotations
@@ -43,10 +43,19 @@ class Judged:
     """float64 per step: rows and their way back, from rank to rank."""
     wait_NN: Array
     """float64 microseconds per step: how long rank n (first axis) waits for rank m because m computes longest in a layer."""
-    rows_N: Array
-    """float64 expert rows per step."""
     balancedness: float
     """Sum over steps and layers of the mean rank's rows, over that of the fullest rank's."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is looked at in one step."""
+
+    parts_4: Array
+    """Even, imbalance, padding, incast."""
+    bytes_NN: Array
+    wait_NN: Array
+    rows_LN: Array
 
 
 class Judge:
@@ -65,45 +74,38 @@ class Judge:
 
     def judge(self, past: Traffic, judged: Traffic, windows: Sequence[int], steps_per_window: int) -> Judged:
         """Draw steps from these of the judged windows (`draw_step`, seed (0, window, step)); `past` is what the plan was made from."""
-        times, even, imbalance, padding, incast = [], [], [], [], []
-        num_ranks = self.cost.cluster.num_ranks
-        bytes_NN, wait_NN, rows_N = (
-            np.zeros((num_ranks,) * 2),
-            np.zeros((num_ranks,) * 2),
-            np.zeros(num_ranks),
-        )
-        mean_rows = fullest_rows = 0.0
-        for w in windows:
-            drawn = min(int(judged.steps_W[w]), steps_per_window)
-            window_times = []
-            for i in range(drawn):
-                counts_NLE, tokens_N = draw_step(
-                    judged.counts_WNLE[w], judged.tokens_WN[w], int(judged.steps_W[w]), (0, w, i)
-                )
-                rows_LNp, sent_LNN = self._route(counts_NLE, tokens_N, w)
-                parts = self._parts(rows_LNp, sent_LNN)
-                weight = 1.0 / (drawn * len(windows))
-                window_times.append(sum(parts))
-                for total, part in zip((even, imbalance, padding, incast), parts, strict=True):
-                    total.append(part * weight)
-                bytes_NN += weight * self._bytes(sent_LNN)
-                wait_NN += weight * self._waits(rows_LNp)
-                rows_LN = rows_LNp.sum(axis=2)
-                rows_N += weight * rows_LN.sum(axis=0)
-                mean_rows += float(rows_LN.mean(axis=1).sum())
-                fullest_rows += float(rows_LN.max(axis=1).sum())
-            times.append(sum(window_times) / drawn)
+        steps_of_windows = [
+            [
+                self._step(judged, w, i, int(judged.steps_W[w]))
+                for i in range(min(int(judged.steps_W[w]), steps_per_window))
+            ]
+            for w in windows
+        ]
+        parts_W4 = np.stack([_mean([step.parts_4 for step in steps]) for steps in steps_of_windows])
+        even, imbalance, padding, incast = parts_W4.mean(axis=0).tolist()
         packing = self._imbalance_of_mean(past, _pairs_per_step(judged, windows))
         drifted = self._imbalance_of_mean(_chosen(judged, windows), _pairs_per_step(judged, windows))
-        losses = (packing, drifted - packing, sum(imbalance) - drifted, sum(padding), sum(incast))
+        losses = (packing, drifted - packing, imbalance - drifted, padding, incast)
+        rows_SLN = np.stack([step.rows_LN for steps in steps_of_windows for step in steps])
         return Judged(
-            step_us_W=np.array(times),
-            even_us=float(sum(even)),
-            losses_us={name: float(value) for name, value in zip(LOSSES, losses, strict=True)},
-            bytes_NN=bytes_NN,
-            wait_NN=wait_NN,
-            rows_N=rows_N,
-            balancedness=mean_rows / max(fullest_rows, 1.0),
+            step_us_W=parts_W4.sum(axis=1),
+            even_us=even,
+            losses_us=dict(zip(LOSSES, losses, strict=True)),
+            bytes_NN=_mean([_mean([step.bytes_NN for step in steps]) for steps in steps_of_windows]),
+            wait_NN=_mean([_mean([step.wait_NN for step in steps]) for steps in steps_of_windows]),
+            balancedness=float(rows_SLN.mean(axis=2).sum() / max(rows_SLN.max(axis=2).sum(), 1)),
+        )
+
+    def _step(self, traffic: Traffic, window: int, i: int, num_steps: int) -> _Step:
+        counts_NLE, tokens_N = draw_step(
+            traffic.counts_WNLE[window], traffic.tokens_WN[window], num_steps, (0, window, i)
+        )
+        rows_LNp, sent_LNN = self._route(counts_NLE, tokens_N, window)
+        return _Step(
+            parts_4=np.array(self._parts(rows_LNp, sent_LNN)),
+            bytes_NN=self._bytes(sent_LNN),
+            wait_NN=self._waits(rows_LNp),
+            rows_LN=rows_LNp.sum(axis=2),
         )
 
     def _route(self, counts_NLE: Array, tokens_N: Array, seed: int) -> tuple[Array, Array]:
@@ -165,6 +167,16 @@ class Judge:
         scale_L = pairs_L / np.maximum(counts_NLE.sum(axis=(0, 2)), 1)
         us_LN = self.untiled.compute_us(self.rows(counts_NLE) * scale_L[:, None, None])
         return float((us_LN.max(axis=1) - us_LN.mean(axis=1)).sum())
+
+
+def _mean(arrays: list[Array]) -> Array:
+    mean: Array = np.mean(arrays, axis=0)
+    return mean
+
+
+def evenly_spread(num_windows: int, most: int) -> list[int]:
+    """At most so many window numbers below `num_windows`, the first and the last among them."""
+    return sorted(set(np.linspace(0, num_windows - 1, min(num_windows, most)).round().astype(int).tolist()))
 
 
 def _chosen(traffic: Traffic, windows: Sequence[int]) -> Traffic:

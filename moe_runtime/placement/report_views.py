@@ -17,7 +17,9 @@ from moe_runtime.placement.stored import Array
 
 MIN_LIFT = 1.5
 MIN_DEVIATIONS = 4.0
-"""Pairs count as chosen together if they are so much above chance, in standard deviations of a Poisson count too."""
+MIN_MORE = 5
+"""Pairs count as chosen together if they are seen so many times more often than by chance, and more often than chance explains: by
+so many standard deviations of a Poisson count, and so many tokens more, since rare pairs have counts far from normal."""
 MAX_CLUSTERS = 40
 MAX_ROUTES = 4096
 """Tokens looked at for ranks per token: evenly spread over those kept."""
@@ -126,9 +128,8 @@ def _clusters(ids_tK: Array, num_experts: int) -> list[tuple[list[int], float, i
     np.fill_diagonal(expected_EE, 0)
     expected_EE *= pairs / expected_EE.sum()
     strong_EE = (together_EE >= MIN_LIFT * expected_EE) & (
-        together_EE - expected_EE >= MIN_DEVIATIONS * np.sqrt(expected_EE)
+        together_EE - expected_EE >= MIN_DEVIATIONS * np.sqrt(expected_EE) + MIN_MORE
     )
-    strong_EE &= together_EE > 0
     result = []
     for experts in _components(strong_EE):
         inside = np.ix_(experts, experts)

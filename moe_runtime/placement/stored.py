@@ -39,6 +39,8 @@ class StoredPlacement:
     """Identity of the checkpoint it was made for; empty if the file does not say."""
     why: tuple[str, ...] = ()
     """Reasons, a sentence each."""
+    prediction: dict[str, Any] | None = None
+    """What it promises (`report_data.Prediction`); None: the file does not say."""
 
 
 @dataclass(frozen=True)
