@@ -239,7 +239,8 @@ function transpose(matrix) {
 function layers() {
   const { load_LE, replicas_before_LE, replicas_after_LE, fullest_before_L, fullest_after_L, unused_L } = report.layers;
   const axes = { rows: "layer", columns: "expert", table: false };
-  heat("loads", { ...axes, matrix: load_LE, low: 0.125, high: 8, log: true, say: "times the mean (colours end at both)", label: "Load" });
+  const end = Math.min(Math.max(largest(load_LE), 2), 8);
+  heat("loads", { ...axes, matrix: load_LE, low: 1 / end, high: end, log: true, say: "times the mean; colours end there", label: "Load" });
   const most = largest(replicas_before_LE, replicas_after_LE);
   pairOfHeats("replicas", replicas_before_LE, replicas_after_LE, { ...axes, low: 1, high: Math.max(most, 2), say: "replicas", label: "Replicas" });
   addTable(document.getElementById("loads"), "Table by layer", () => table(
