@@ -76,15 +76,15 @@ def test_same_floats_in_any_place(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
-def test_same_output_with_every_format(name: str, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("name", ["moe_runtime", "sglang_pt", "vllm_ascend"])
+def test_same_output_on_four_ranks(name: str, tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     model, prompts = sparse_model(tmp_path / "model", seed)
     want, _ = run(tmp_path / "model", prompts, deterministic=True)
     path = tmp_path / "placement"
     write_random(path, draw, model, 4, draw.randint(0, 2), name)
     # Also given as a text, if it is one.
-    given = path.read_text() if name in ("sglang_json", "vllm", "vllm_ascend", "moe_runtime") else str(path)
+    given = path.read_text() if name != "sglang_pt" else str(path)
     got, _ = run(tmp_path / "model", prompts, ep=4, deterministic=True, init_expert_location=given)
     assert got == want
     default, _ = run(tmp_path / "model", prompts, ep=4, init_expert_location=str(path))
