@@ -179,8 +179,7 @@ def _verdict(
     gain = relative_gain(judged_before.step_us_W, judged_after.step_us_W)
     payback_s = payback_steps * seconds_per_step(setup)
     half_life_s, longest_s = _half_life_s(setup, found)
-    lasts_s = longest_s if half_life_s is None else half_life_s
-    word, why = verdict(gain, len(setup.windows), found, payback_s, lasts_s)
+    word, why = verdict(gain, len(setup.windows), found.lasting, payback_s, half_life_s, longest_s)
     finite = math.isfinite(payback_steps)
     slots = len(before.slots[0][0]), len(after.slots[0][0])
     return data.Verdict(

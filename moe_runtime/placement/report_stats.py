@@ -96,11 +96,16 @@ def replan_interval_s(gain: float, payback_s: float, half_life_s: float | None) 
 
 
 def verdict(
-    gain: Estimate, num_judged: int, found: Drift, payback_s: float, lasts_s: float
+    gain: Estimate,
+    num_judged: int,
+    lasting: bool,
+    payback_s: float,
+    half_life_s: float | None,
+    longest_s: float,
 ) -> tuple[str, str]:
     """One of APPLY, NOT_WORTH_IT, NOT_ENOUGH, and why in a sentence.
 
-    lasts_s: the half-life, or the longest lag looked at if it was not reached, in seconds.
+    half_life_s: None if it was not reached within `longest_s`, the longest lag looked at; both in seconds.
     """
     if num_judged < MIN_JUDGED_WINDOWS:
         return NOT_ENOUGH, (
@@ -114,15 +119,17 @@ def verdict(
         )
     if gain.mean < MIN_GAIN:
         return NOT_WORTH_IT, f"There is a gain for sure, but below {MIN_GAIN:.0%} of the step."
-    if not found.lasting:
+    if not lasting:
         return (
             NOT_ENOUGH,
             "No pattern of the load lasts from one window to the next, so the gain may be chance.",
         )
-    if payback_s >= lasts_s:
-        return NOT_WORTH_IT, (
-            "Moving the experts takes longer to pay back than the load's pattern is known to last."
+    if half_life_s is None and payback_s >= longest_s:
+        return NOT_ENOUGH, (
+            "The record is too short to tell whether the load lasts until the move is paid back. Record for longer."
         )
+    if half_life_s is not None and payback_s >= half_life_s:
+        return NOT_WORTH_IT, "The load's pattern has changed before the move is paid back."
     return (
         APPLY,
         "The gain is above zero on traffic that the plan has not seen, and pays back before the load has changed.",

@@ -179,7 +179,7 @@ def _render(name: str, report: Report, autoescape: bool, **more: Any) -> str:
 
 def percent(value: float | None) -> str:
     """A share, with one decimal."""
-    return "unknown" if value is None else f"{100 * value:.1f} %"
+    return "unknown" if value is None else f"{round(100 * value, 1) + 0.0:.1f} %"
 
 
 def _decimal(value: float) -> str:

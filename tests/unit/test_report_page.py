@@ -56,9 +56,10 @@ def test_the_files_agree(folder: Path) -> None:
     verdict = report.verdict
     for shown in (page, text):
         assert verdict.word in shown
-        assert f"{100 * verdict.gain.mean:.1f} %" in shown
-        assert f"{100 * verdict.gain.low:.1f} % to {100 * verdict.gain.high:.1f} %" in shown.replace(
-            "\n", " "
+        assert plan_report.percent(verdict.gain.mean) in shown
+        assert (
+            f"{plan_report.percent(verdict.gain.low)} to {plan_report.percent(verdict.gain.high)}"
+            in shown.replace("\n", " ")
         )
     assert report.audit is not None
     stored = read_file(folder / "first" / "placement.json")

@@ -22,7 +22,7 @@ function short(value) {
   if (size >= 1e4) return (value / 1e3).toPrecision(3) + "k";
   return size > 0 && size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
 }
-const percent = value => value === null ? "-" : (100 * value).toFixed(1) + " %";
+const percent = value => value === null ? "-" : (Math.round(1000 * value) / 10 + 0).toFixed(1) + " %";
 const numbers = length => Array.from({ length }, (_, i) => i);
 
 function element(name, attributes = {}, ...children) {
