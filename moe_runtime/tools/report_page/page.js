@@ -62,7 +62,7 @@ function paint(canvas, matrix, toShare) {
 
 // Numbers in the cells of a small matrix.
 function labels(matrix, toShare) {
-  const grid = element("div", { class: "labels", "aria-hidden": "true", style: `grid-template-columns:repeat(${matrix[0].length},1fr)` });
+  const grid = element("div", { class: "labels", "aria-hidden": "true", style: `grid-template-columns:repeat(${matrix[0].length},minmax(0,1fr))` });
   for (const value of matrix.flat()) grid.append(element("span", { class: toShare(value) > 0.6 ? "dark" : "" }, short(value)));
   return grid;
 }
@@ -77,7 +77,7 @@ function heat(id, options) {
   paint(cells, matrix, toShare);
   cells.style.height = Math.min(Math.max(matrix.length * (matrix.length > 24 ? 6 : 20), 48), 400) + "px";
   const box = element("div", { class: "cells" }, cells);
-  if (matrix.length * matrix[0].length <= 64) box.append(labels(matrix, toShare));
+  if (matrix.length * matrix[0].length <= 64 && matrix[0].length <= 8) box.append(labels(matrix, toShare));
   if (options.mark) box.append(element("div", { class: "mark", style: `left:${100 * options.mark}%` }));
   const bar = element("canvas", { "aria-hidden": "true" });
   paint(bar, [numbers(64).map(i => i / 63)], value => value);
