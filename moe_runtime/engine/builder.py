@@ -14,11 +14,8 @@ from moe_runtime.core import ExpertPlacement
 from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.control import Control
 from moe_runtime.engine.engine import Engine
-<<<<<<< HEAD
 from moe_runtime.engine.initial_placement import initial_placement
-=======
 from moe_runtime.engine.load_records import LoadRecords, describe
->>>>>>> main
 from moe_runtime.engine.messages import Ready
 from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
 from moe_runtime.engine.overlap import OverlapModel
@@ -29,12 +26,8 @@ from moe_runtime.models.quantized import with_expert_scheme
 from moe_runtime.models.registry import load_adapter, load_spec
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.moe import ExpertParallelMoe
-<<<<<<< HEAD
 from moe_runtime.placement.layout import layer_placement
-=======
-from moe_runtime.placement.layout import contiguous, layer_placement
 from moe_runtime.placement.recorder import LoadRecorder
->>>>>>> main
 from moe_runtime.profiling.timeline import Timeline
 from moe_runtime.profiling.trace import StepTrace, trace_file
 from moe_runtime.topology import free_memory_bytes
