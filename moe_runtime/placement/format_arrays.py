@@ -48,6 +48,10 @@ def zip_names(data: bytes) -> list[str]:
     return [info.filename for info in infos]
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
 # --- SGLang .pt -------------------------------------------------------------------------------------------------------
 
 
@@ -60,8 +64,7 @@ def read_sglang_pt(data: bytes) -> StoredPlacement | StoredLoads:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     # Whatever a damaged or hostile file makes the unpickler raise; with weights_only it calls nothing of the file's.
     except Exception as error:  # noqa: BLE001
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        refuse(name, f"torch.load(weights_only=True) refuses it: {first[:200]}")
+        refuse(name, f"torch.load(weights_only=True) refuses it: {_first_line(error)}")
     if not isinstance(found, dict):
         refuse(name, f"must hold a dict, not {type(found).__name__}")
     plain = {
@@ -118,8 +121,11 @@ def read_eplb(data: bytes) -> StoredPlacement | StoredLoads:
                 _check_header(archive, array, name)
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             arrays = {array: file[array] for array in wanted}
-    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError) as error:
-        refuse(name, f"cannot be read without pickles: {error}")
+    except ConfigError:
+        raise
+    # Whatever zipfile, zlib and numpy raise for damaged files.
+    except Exception as error:  # noqa: BLE001
+        refuse(name, f"cannot be read without pickles: {_first_line(error)}")
     if "phy2log" not in arrays:
         return StoredLoads(name, loads(arrays["weight"], name, "`weight`"))
     phy2log_LP = arrays["phy2log"]

@@ -71,7 +71,7 @@ def read_ours(data: Any) -> StoredPlacement:
     if not isinstance(data, dict) or data.get("format") != OURS:
         refuse(name, f"has no `format` {OURS!r}")
     integer(data.get("version"), name, "`version`", OURS_VERSION, OURS_VERSION)
-    if unknown := sorted(data.keys() - fields):
+    if unknown := sorted(str(key)[:40] for key in data.keys() - fields):
         refuse(name, f"has the unknown field {unknown[0]!r}; known are {', '.join(sorted(fields))}")
     checkpoint, why = data.get("checkpoint", ""), data.get("why", [])
     if not isinstance(checkpoint, str):

@@ -67,7 +67,15 @@ def read_file(path: str | Path, format_name: str | None = None) -> StoredPlaceme
 
 
 def parse(data: bytes, format_name: str | None = None) -> StoredPlacement | StoredLoads:
-    """What the content of a file says. Raises ConfigError."""
+    """What the content of a file says. Raises ConfigError, of one line."""
+    try:
+        return _parse(data, format_name)
+    except ConfigError as error:
+        # It may quote the file, which may hold anything.
+        raise ConfigError("".join(c if c.isprintable() else "?" for c in str(error))) from error
+
+
+def _parse(data: bytes, format_name: str | None) -> StoredPlacement | StoredLoads:
     if format_name is not None and format_name not in FORMATS:
         raise ConfigError(f"format {format_name!r} is unknown; allowed are {', '.join(FORMATS)}")
     binary = _binary_format(data)

@@ -21,6 +21,7 @@ from moe_runtime.placement import formats
 from moe_runtime.placement.formats import FORMATS, read_file, read_placement, write_placement
 from moe_runtime.placement.layout import contiguous
 from moe_runtime.placement.stored import Model, StoredLoads, StoredPlacement
+from moe_runtime.placement.validate import to_placement
 from tests.helpers.placements import random_placement
 
 SHAPES = [(1, 1, 1, 1), (2, 3, 2, 2), (3, 5, 3, 4), (2, 7, 4, 2), (4, 8, 1, 8), (1, 2, 5, 1), (3, 64, 8, 9)]
@@ -355,6 +356,43 @@ def test_paths_that_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "large").write_text("[0, 1]")
     with pytest.raises(ConfigError, match="has 6 bytes; at most 3 are read"):
         read_file(tmp_path / "large")
+
+
+def mutated(data: bytes, draw: random.Random) -> bytes:
+    """With a few bytes changed, lost, repeated or put in."""
+    out = bytearray(data)
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(len(out))
+        way = draw.randrange(4)
+        if way == 0:
+            out[at] = draw.randrange(256)
+        elif way == 1 and len(out) > 20:
+            del out[at : at + draw.randint(1, 9)]
+        elif way == 2:
+            out[at:at] = out[draw.randrange(len(out)) :][: draw.randint(1, 20)]
+        else:
+            out[at:at] = draw.choice([b"[", b"{", b"-", b"9" * 30, b"null", b"1e9", b"\x00", b"\n"])
+    return bytes(out)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FORMATS)
+def test_damaged_files_are_read_or_refused(name: str, seed: int) -> None:
+    """Whatever happened to a file, it gives a placement or one line that says why not."""
+    draw = random.Random(seed)
+    model = Model(5, 2, (1, 2), 3)
+    good = formats._WRITERS[name](random_placement(draw, 2, 5, 2, 3), model, ["x"])
+    messages = []
+    for _ in range(200):
+        data = mutated(good, draw)
+        try:
+            stored = formats.parse(data)
+            if isinstance(stored, StoredPlacement):
+                to_placement(stored, model, "FILE")
+        except ConfigError as error:
+            messages.append(str(error))
+    assert messages
+    assert [text for text in messages if "\n" in text] == []
 
 
 def test_a_format_given_wrongly(tmp_path: Path) -> None:
