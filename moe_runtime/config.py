@@ -87,6 +87,8 @@ class EngineConfig(_Checked):
     ep: int = _field(1, "parallel", "Number of expert-parallel ranks", aliases=("ep-size", "expert-parallel-size"), low=1, high=1024)
     device: str = _field(AUTO, "parallel", "auto: cuda if there is one", choices=(AUTO, "cpu", "cuda"))
     num_redundant_experts: int = _field(0, "parallel", "Extra copies of experts in every MoE layer", aliases=("ep-num-redundant-experts",), low=0)
+    init_expert_location: str | None = _field(None, "parallel", "Which expert goes where: a placement file of this project, SGLang, TensorRT-LLM, vLLM,"
+                                              " vllm-ascend or EPLB, or such JSON itself; trivial or nothing: in order", aliases=("expert-map-path",))
     dispatcher: str = _field(AUTO, "parallel", "How tokens travel between ranks", aliases=("all2all-backend", "moe-a2a-backend"),
                              choices=(AUTO, "local", "collective", "one_sided"))
     dispatch_buffer_mib: int = _field(16, "parallel", "Shared memory per rank for the one_sided dispatcher, in MiB", low=1)

@@ -7,15 +7,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from moe_runtime import backends, backends_dispatch
+from moe_runtime.config import replace
 from moe_runtime.config_eplb import eplb_config
+from moe_runtime.core import ExpertPlacement
 from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.control import Control
 from moe_runtime.engine.engine import Engine
 from moe_runtime.engine.graph_sizes import GraphSizes, Parts, choose_sizes
 from moe_runtime.engine.graphs import MAX_LONGEST, CudaGraphs, Record, StepGraphs
+from moe_runtime.engine.initial_placement import initial_placement
 from moe_runtime.engine.load_records import LoadRecords, describe
 from moe_runtime.engine.messages import Ready
 from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
@@ -32,7 +36,7 @@ from moe_runtime.models.spec import ModelSpec
 from moe_runtime.moe import ExpertParallelMoe
 from moe_runtime.placement.balancer import make_plan
 from moe_runtime.placement.cost import Cluster
-from moe_runtime.placement.layout import contiguous, layer_placement
+from moe_runtime.placement.layout import layer_placement
 from moe_runtime.placement.live_loads import LiveLoads
 from moe_runtime.placement.recorder import LoadRecorder
 from moe_runtime.placement.transition import with_empty_slots
@@ -81,7 +85,7 @@ class RankBuilder:
         self, config: EngineConfig, topology: Topology, report: Callable[[str, float], None]
     ) -> None:
         self.config, self.topology, self.report = config, topology, report
-        self._spec_json = ""
+        self._spec_json = self._placement_json = ""
         # What needs no time comes before the weights, so that its mistakes are told at once.
         self.stages = (
             self.read_config,
@@ -94,9 +98,14 @@ class RankBuilder:
         )
 
     def read_config(self) -> None:
-        """The model's shape, read by rank 0 alone: what reads it takes long to import."""
+        """The model's shape and the placement, read by rank 0 alone: what reads them takes long to import."""
         if self.topology.rank == 0:
-            self._spec_json = load_spec(Path(self.config.model))[0].to_json()
+            spec, _ = load_spec(Path(self.config.model))
+            self._spec_json = spec.to_json()
+            redundant = eplb_config(self.config).num_redundant_experts
+            config = replace(self.config, num_redundant_experts=redundant)
+            placement = initial_placement(config, spec, self.topology.world_size)
+            self._placement_json = msgspec.json.encode(placement).decode()
 
     def decide(self) -> None:
         """The same shape on all ranks, the data type, the context length, the placement."""
@@ -112,12 +121,8 @@ class RankBuilder:
             )
         self.max_model_len = config.max_model_len or longest
         self.eplb = eplb_config(config)
-        self.placement = contiguous(
-            self.spec.num_moe_layers,
-            self.spec.num_experts,
-            self.topology.world_size,
-            self.eplb.num_redundant_experts,
-        )
+        text = self.topology.broadcast_text(self._placement_json)
+        self.placement = msgspec.json.decode(text, type=ExpertPlacement)
         if config.enable_eplb:
             self.placement = with_empty_slots(self.placement, self.eplb.num_staging_slots)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import time
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from moe_runtime.dispatch.fp8_payload import row_bytes
 from moe_runtime.engine.messages import LoadNews, Recorded
 from moe_runtime.placement.record import RecordMeta, write_meta, write_rank
 from moe_runtime.placement.recorder import KEPT_ROWS
+from moe_runtime.weights.identity import checkpoint_identity
 
 if TYPE_CHECKING:
     from moe_runtime.config import EngineConfig
@@ -94,7 +94,7 @@ def describe(
     sent_bytes = row_bytes(spec.hidden_size) if config.dispatch_dtype == "fp8" else return_bytes
     return RecordMeta(
         model="",
-        checkpoint=checkpoint_identity(Path(config.model)),
+        checkpoint=checkpoint_identity(config.model),
         architecture=spec.architecture,
         num_layers=spec.num_moe_layers,
         num_experts=spec.num_experts,
@@ -116,11 +116,3 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine()
-
-
-def checkpoint_identity(folder: Path) -> str:
-    """sha256 of config.json and of the names and sizes of the weight files."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"\n{path.name} {path.stat().st_size}".encode())
-    return digest.hexdigest()

@@ -14,11 +14,7 @@ def contiguous(num_layers: int, num_experts: int, num_ranks: int, num_redundant:
     Redundant copies repeat from expert 0, each on the next rank (cyclically) that lacks it. All ranks get equally many slots; those
     left over stay empty (-1). Raises ConfigError if a copy cannot be placed on a rank of its own.
     """
-    if num_redundant > num_experts * (num_ranks - 1):
-        raise ConfigError(
-            f"{num_redundant} redundant experts do not fit: {num_experts} experts on {num_ranks} ranks"
-            f" allow at most {num_experts * (num_ranks - 1)}, since a rank holds an expert once"
-        )
+    check_redundant(num_redundant, num_experts, num_ranks)
     base, extra = divmod(num_experts, num_ranks)
     ranks: list[list[int]] = []
     first = 0
@@ -34,6 +30,16 @@ def contiguous(num_layers: int, num_experts: int, num_ranks: int, num_redundant:
     width = max(1, *(len(r) for r in ranks))
     layer = tuple(tuple(r + [-1] * (width - len(r))) for r in ranks)
     return ExpertPlacement(slots=(layer,) * num_layers, num_experts=num_experts)
+
+
+def check_redundant(num_redundant: int, num_experts: int, num_ranks: int) -> None:
+    """Raises ConfigError if so many extra copies cannot each have a rank without the expert."""
+    most = num_experts * (num_ranks - 1)
+    if num_redundant > most:
+        raise ConfigError(
+            f"{num_redundant} redundant experts do not fit: {num_experts} experts on {num_ranks} ranks"
+            f" allow at most {most}, since a rank holds an expert once"
+        )
 
 
 def layer_placement(

@@ -114,7 +114,9 @@ FENCES: dict[str, tuple[str, ...]] = {
     "zmq": ("moe_runtime.engine.rank_link", "moe_runtime.engine.frontend_link", "tests."),
     "gguf": ("moe_runtime.weights.demo_source", "tests."),
     "pickle": (),
-    "torch.load": ("moe_runtime.weights.deepspeed_files",),
+    "torch.load": (
+        "moe_runtime.weights.deepspeed_files", "moe_runtime.placement.format_arrays", "tests.unit.test_placement_formats",
+    ),
     "marshal": (),
     "shelve": (),
     "dill": (),

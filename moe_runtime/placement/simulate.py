@@ -1,0 +1,289 @@
+"""What other settings would do with recorded traffic: the record's counts, replayed through planner, split and cost model.
+
+A window of S steps is looked at in two ways. Its rows per slot are those of its exact counts, split as a whole: for the static
+split, which is linear, and for windows of one step they are exactly what the ranks would compute. Its time is that of single
+steps, `STEPS_PER_WINDOW` of them, whose tokens are drawn from the window's: so batch noise and experts without tokens count.
+
+With another number of ranks than recorded, tokens are dealt to the ranks anew (`deal`). Times are those of the MoE layers alone.
+
+Legend: W windows, P phases, N source ranks or ranks, L MoE layers, E experts, p slots per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_runtime.core import ExpertPlacement
+from moe_runtime.errors import ConfigError
+from moe_runtime.placement.cost import Cluster, Cost, Hardware, ModelCost, sent_rows, slot_rows
+from moe_runtime.placement.layout import check_redundant
+from moe_runtime.placement.planner import plan
+from moe_runtime.placement.record import PHASES, LoadRecord
+from moe_runtime.placement.split import Replicas, split_rows
+from moe_runtime.placement.stored import Array
+
+STEPS_PER_WINDOW = 4
+"""Most steps drawn from a window; windows of fewer steps give as many as they have."""
+RESAMPLES = 1000
+CONFIDENCE = 0.9
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Windows of what ranks sent to experts."""
+
+    counts_WNLE: Array
+    """int64: (token, k) pairs."""
+    tokens_WN: Array
+    """int64."""
+    steps_W: Array
+    """int64, at least 1."""
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.tokens_WN.shape[1])
+
+    def windows(self, chosen: slice) -> Traffic:
+        """Some of its windows."""
+        return Traffic(self.counts_WNLE[chosen], self.tokens_WN[chosen], self.steps_W[chosen])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What to try."""
+
+    cluster: Cluster
+    redundant: int
+    algorithm: str
+    split: str
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"ep {self.cluster.num_ranks}, {self.redundant} redundant, {self.algorithm}, {self.split}"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What one placement does with some traffic."""
+
+    rows_WLNp: Array
+    """int64: expert rows that each slot computes in the window."""
+    sent_bytes_W: Array
+    """float64: to and from ranks of the same node, per step; expected from counts, see `cost.sent_rows`."""
+    internode_bytes_W: Array
+    """float64: to and from ranks of other nodes, per step."""
+    step_us_W: Array
+    """float64: mean time of the steps drawn from the window."""
+    tokens_W: Array
+    """float64: tokens per step, of all ranks."""
+    steps_W: Array
+    """int64: steps of the window."""
+
+    @property
+    def rank_rows(self) -> Array:
+        """int64: expert rows of each rank, all layers together."""
+        rows_WN: Array = self.rows_WLNp.sum(axis=(1, 3))
+        return rows_WN
+
+    @property
+    def fullest_rows(self) -> float:
+        """Expert rows per step of the rank that has most of them in the window, all layers together; mean over windows."""
+        return float((self.rank_rows.max(axis=1) / self.steps_W).mean())
+
+    @property
+    def balancedness(self) -> float:
+        """Sum over windows and layers of the mean rank's rows, over that of the fullest rank's."""
+        rows_WLN = self.rows_WLNp.sum(axis=3)
+        return float(rows_WLN.mean(axis=2).sum() / max(rows_WLN.max(axis=2).sum(), 1))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over windows, and the interval in which it lies with CONFIDENCE if windows are drawn anew (bootstrap)."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A setting, the placement planned for it, and what came of it on the windows it was judged by."""
+
+    setting: Setting
+    placement: ExpertPlacement
+    replay: Replay
+    step_us: Estimate
+    tokens_per_s: Estimate
+    """Of all ranks, if nothing but the MoE layers took time."""
+    expert_bytes_per_rank: int
+
+    @property
+    def tokens_per_s_per_rank(self) -> float:
+        return self.tokens_per_s.mean / self.setting.cluster.num_ranks
+
+
+def traffic_of(record: LoadRecord, phase: str = "all") -> Traffic:
+    """The windows with tokens of a phase (of PHASES, or all). Raises ConfigError if there are none."""
+    if phase not in (*PHASES, "all"):
+        raise ConfigError(f"phase {phase!r}: choose from {', '.join(PHASES)}, all")
+    chosen = slice(None) if phase == "all" else slice(PHASES.index(phase), PHASES.index(phase) + 1)
+    counts_WNLE, tokens_WN = (
+        record.counts_WPNLE[:, chosen].sum(axis=1),
+        record.tokens_WPN[:, chosen].sum(axis=1),
+    )
+    some = (tokens_WN.sum(axis=1) > 0) & (record.num_steps_W > 0)
+    if not some.any():
+        raise ConfigError(f"the record has no tokens{'' if phase == 'all' else ' of phase ' + phase}")
+    return Traffic(counts_WNLE[some], tokens_WN[some], record.num_steps_W[some])
+
+
+def deal(traffic: Traffic, num_ranks: int) -> Traffic:
+    """The same tokens on another number of ranks; on the same number, as they were.
+
+    Each rank's tokens are cut into equal parts if there are a multiple of the ranks, put together if a fraction, and else
+    all are dealt out evenly; odd ones go to a rank that depends on layer and expert.
+    """
+    before = traffic.num_ranks
+    if num_ranks == before:
+        return traffic
+    groups = before if num_ranks % before == 0 else num_ranks if before % num_ranks == 0 else 1
+    counts_WGLE = traffic.counts_WNLE.reshape(
+        len(traffic.steps_W), groups, -1, *traffic.counts_WNLE.shape[2:]
+    ).sum(axis=2)
+    tokens_WG = traffic.tokens_WN.reshape(len(traffic.steps_W), groups, -1).sum(axis=2)
+    parts = num_ranks // groups
+    layer_L1, expert_E = np.arange(counts_WGLE.shape[2])[:, None], np.arange(counts_WGLE.shape[3])
+    counts = [(counts_WGLE + (part + layer_L1 + expert_E) % parts) // parts for part in range(parts)]
+    tokens = [(tokens_WG + part) // parts for part in range(parts)]
+    return Traffic(
+        np.stack(counts, axis=2).reshape(len(traffic.steps_W), num_ranks, *traffic.counts_WNLE.shape[2:]),
+        np.stack(tokens, axis=2).reshape(len(traffic.steps_W), num_ranks),
+        traffic.steps_W,
+    )
+
+
+def replay(traffic: Traffic, placement: ExpertPlacement, cost: Cost, split: str, seed: int = 0) -> Replay:
+    """Send the traffic to a placement on as many ranks. seed: for the steps drawn from windows."""
+    slots_LNp = np.array(placement.slots)
+    replicas_L = [Replicas.of(slots_Np, placement.num_experts) for slots_Np in slots_LNp]
+    steps = _Steps(replicas_L, cost, split)
+    rows, bytes_inside, bytes_outside, step_us = [], [], [], []
+    same_NN = cost.cluster.same_node_NN & ~np.eye(cost.cluster.num_ranks, dtype=bool)
+    for w, num_steps in enumerate(traffic.steps_W.tolist()):
+        counts_NLE, tokens_N = traffic.counts_WNLE[w], traffic.tokens_WN[w]
+        rows_LNp, sent_LNN = steps.route(counts_NLE, tokens_N, w)
+        rows.append(rows_LNp)
+        each_way = (cost.model.row_bytes + cost.model.return_bytes) / num_steps
+        bytes_inside.append(float((sent_LNN * same_NN).sum()) * each_way)
+        bytes_outside.append(float((sent_LNN * ~cost.cluster.same_node_NN).sum()) * each_way)
+        drawn = min(num_steps, STEPS_PER_WINDOW)
+        times = [
+            steps.time_us(*draw_step(counts_NLE, tokens_N, num_steps, (seed, w, i)), w) for i in range(drawn)
+        ]
+        step_us.append(sum(times) / drawn)
+    return Replay(
+        rows_WLNp=np.stack(rows),
+        sent_bytes_W=np.array(bytes_inside),
+        internode_bytes_W=np.array(bytes_outside),
+        step_us_W=np.array(step_us),
+        tokens_W=traffic.tokens_WN.sum(axis=1) / traffic.steps_W,
+        steps_W=traffic.steps_W,
+    )
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Routes counts to slots, layer by layer."""
+
+    replicas_L: list[Replicas]
+    cost: Cost
+    split: str
+
+    def route(self, counts_NLE: Array, tokens_N: Array, seed: int) -> tuple[Array, Array]:
+        """int64 (L, N, p) rows of each slot and float64 (L, N, N) token rows from rank to rank."""
+        rows, sent = [], []
+        for layer, replicas in enumerate(self.replicas_L):
+            rows_NEC = split_rows(
+                self.split, counts_NLE[:, layer], replicas,
+                ranks_per_node=self.cost.cluster.ranks_per_node, seed=seed * len(self.replicas_L) + layer,
+            )  # fmt: skip
+            rows.append(slot_rows(rows_NEC, replicas.slot_EC, replicas.num_ranks, replicas.slots_per_rank))
+            sent.append(sent_rows(rows_NEC, replicas.slot_EC, replicas.slots_per_rank, tokens_N))
+        return np.stack(rows), np.stack(sent)
+
+    def time_us(self, counts_NLE: Array, tokens_N: Array, seed: int) -> float:
+        return self.cost.step_time_us(*self.route(counts_NLE, tokens_N, seed))
+
+
+def draw_step(counts_NLE: Array, tokens_N: Array, num_steps: int, seed: Sequence[int]) -> tuple[Array, Array]:
+    """One of a window's `num_steps` steps, int64 as given: each pair and token falls into it with the same probability."""
+    if num_steps == 1:
+        return counts_NLE, tokens_N
+    draw = np.random.default_rng(seed)
+    return draw.binomial(counts_NLE, 1 / num_steps), draw.binomial(tokens_N, 1 / num_steps)
+
+
+def simulate(
+    record: LoadRecord,
+    settings: Sequence[Setting],
+    hardware: Hardware,
+    phase: str = "all",
+    held_out: bool = True,
+) -> list[Outcome]:
+    """Plan for each setting and judge it.
+
+    held_out: plan from the first half of the windows and judge by the second; with one window, or if false, plan from and
+    judge by all.
+    """
+    traffic = traffic_of(record, phase)
+    half = len(traffic.steps_W) // 2 if held_out else 0
+    past = traffic.windows(slice(0, half or None))
+    future = traffic.windows(slice(half, None))
+    outcomes = []
+    for setting in settings:
+        check_redundant(setting.redundant, record.meta.num_experts, setting.cluster.num_ranks)
+        cost = Cost(ModelCost.of(record.meta), hardware, setting.cluster)
+        planned = plan(
+            past.counts_WNLE.sum(axis=1), setting.cluster, cost,
+            num_slots=record.meta.num_experts + setting.redundant, algorithm=setting.algorithm,
+        )  # fmt: skip
+        dealt = deal(future, setting.cluster.num_ranks)
+        outcomes.append(
+            judge(setting, planned.placement, replay(dealt, planned.placement, cost, setting.split), cost)
+        )
+    return outcomes
+
+
+def judge(setting: Setting, placement: ExpertPlacement, replayed: Replay, cost: Cost) -> Outcome:
+    """Means and intervals of a replay."""
+    slots = len(placement.slots[0][0]) * len(placement.slots)
+    return Outcome(
+        setting=setting,
+        placement=placement,
+        replay=replayed,
+        step_us=ratio_estimate(replayed.step_us_W, np.ones(len(replayed.step_us_W))),
+        tokens_per_s=ratio_estimate(replayed.tokens_W * 1e6, replayed.step_us_W),
+        expert_bytes_per_rank=slots * cost.model.expert_bytes,
+    )
+
+
+def ratio_estimate(over_W: Array, under_W: Array, seed: int = 0) -> Estimate:
+    """Sum of one over sum of the other. Bootstrap over windows (Efron, Annals of Statistics 7(1), 1979); NaN bounds for one window."""
+    mean = float(over_W.sum() / under_W.sum())
+    if len(over_W) < 2:
+        return Estimate(mean, float("nan"), float("nan"))
+    chosen_BW = np.random.default_rng(seed).integers(len(over_W), size=(RESAMPLES, len(over_W)))
+    drawn_B = over_W[chosen_BW].sum(axis=1) / under_W[chosen_BW].sum(axis=1)
+    low, high = np.quantile(drawn_B, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Estimate(mean, float(low), float(high))
+
+
+def pareto(outcomes: Sequence[Outcome]) -> list[bool]:
+    """Whether no other outcome has both a shorter step and more tokens per second and rank."""
+    points = [(o.step_us.mean, -o.tokens_per_s_per_rank) for o in outcomes]
+    return [not any(q[0] <= p[0] and q[1] <= p[1] and q != p for q in points) for p in points]

@@ -1,0 +1,326 @@
+"""The report: every number recomputed with plain loops, and records whose answer is known."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_runtime.core import ExpertPlacement
+from moe_runtime.errors import ConfigError
+from moe_runtime.placement.cost import Cluster, Hardware
+from moe_runtime.placement.planner import plan
+from moe_runtime.placement.record import LoadRecord
+from moe_runtime.placement.report import analyse, prediction
+from moe_runtime.placement.report_data import Interval, Losses, Report
+from moe_runtime.placement.report_setup import Options
+from moe_runtime.placement.report_stats import verdict
+from moe_runtime.placement.simulate import Estimate
+from tests.helpers.load_records import drifting, make_record, stationary
+from tests.helpers.placements import random_placement
+from tests.helpers.plain_report import Plain
+
+HARDWARE = Hardware("made", 1e12, 2e11, 5e9, 1e9, 5.0, 16)
+
+
+def lists(placement: ExpertPlacement) -> list[list[list[int]]]:
+    return [[list(rank) for rank in layer] for layer in placement.slots]
+
+
+def near(a: Any, b: Any) -> bool:
+    return bool(np.allclose(a, b, rtol=1e-9, atol=1e-9))
+
+
+def same_interval(got: Interval, wanted: tuple[float, float, float]) -> bool:
+    return near([got.mean, got.low, got.high], wanted)
+
+
+def test_every_number_once_more(seed: int) -> None:
+    draw = random.Random(seed)
+    popularity = drifting(21, 2, 7, 0.2, seed)
+    before = random_placement(draw, 2, 7, 4, 3)
+    record = make_record(popularity, seed, num_ranks=4, num_routes=150, placements=(before,))
+    cluster = Cluster(2, 2)
+    after = random_placement(draw, 2, 7, 4, 4)
+    report = analyse(record, Options(HARDWARE, cluster, "static", steps_per_window=2), after).report
+    plain = Plain(record, HARDWARE, cluster, report.about.judged_windows, 2)
+    assert report.about.judged_windows == list(range(10, 21))
+    old, new = plain.judge(lists(before)), plain.judge(lists(after))
+    check_about(report, record)
+    check_verdict(report, plain, old, new, lists(before), lists(after))
+    for losses, wanted in ((report.losses_before, old), (report.losses_after, new)):
+        assert all(near(getattr(losses, name), wanted[name]) for name in Losses.__struct_fields__)
+        parts = [getattr(losses, name) for name in Losses.__struct_fields__ if name != "total_us"]
+        assert near(sum(parts), losses.total_us)
+    between = report.between
+    assert near(between.bytes_before_NN, old["bytes"])
+    assert near(between.bytes_after_NN, new["bytes"])
+    assert near(between.wait_before_NN, old["wait"])
+    assert near(between.wait_after_NN, new["wait"])
+    assert near(
+        [between.balancedness_before, between.balancedness_after], [old["balancedness"], new["balancedness"]]
+    )
+    assert near(between.measured_wait_us_N, [record.wait_us_WN[:, n].sum() / (21 * 3) for n in range(4)])
+    assert near(
+        between.measured_forward_us_N, [record.forward_us_WN[:, n].sum() / (21 * 3) for n in range(4)]
+    )
+    check_layers(report, record, plain, lists(before), lists(after))
+    check_lasting(report, plain)
+    check_sweep(report, record, plain, cluster, old)
+    together = report.coactivation
+    assert together is not None
+    assert together.num_tokens == 150
+    assert near(together.ranks_per_token_before, plain.ranks_per_token(lists(before)))
+    assert near(together.ranks_per_token_after, plain.ranks_per_token(lists(after)))
+    assert report.audit is None
+
+
+def check_about(report: Report, record: LoadRecord) -> None:
+    about = report.about
+    assert (about.num_tokens, about.num_steps, about.num_windows) == (int(record.tokens_WPN.sum()), 63, 21)
+    assert (about.num_nodes, about.ranks_per_node, about.planned_windows) == (2, 2, 10)
+    assert near([about.seconds, about.seconds_per_step], [40.0, 40.0 / 60])
+    assert (about.checkpoint, about.split, about.modelled_hardware) == ("c" * 64, "static", "made")
+
+
+def check_verdict(report: Report, plain: Plain, old: Any, new: Any, before: Any, after: Any) -> None:
+    judged = report.verdict
+    gain = plain.gain_interval(old["times"], new["times"])
+    assert same_interval(judged.gain, gain)
+    assert same_interval(judged.before_us, plain.mean_interval(old["times"]))
+    assert same_interval(judged.after_us, plain.mean_interval(new["times"]))
+    saved = old["total_us"] - new["total_us"]
+    moved, bytes_NN = plain.moves(before, after)
+    migration = plain.travel_us(bytes_NN, 1)
+    assert near([judged.saved_us, judged.moved_slots], [saved, moved])
+    assert near([judged.migration_bytes, judged.migration_us], [bytes_NN.sum(), migration])
+    if saved > 0:
+        assert near(
+            [judged.payback_steps, judged.payback_s], [migration / saved, migration / saved * 40 / 60]
+        )
+    else:
+        assert judged.payback_steps is judged.payback_s is None
+    extra = [
+        max(sum(e >= 0 for rank in layer for e in rank) for layer in slots) - 7 for slots in (before, after)
+    ]
+    assert [judged.redundant_before, judged.redundant_after] == extra
+    widths = len(after[0][0]) - len(before[0][0])
+    assert judged.extra_bytes_per_rank == widths * 2 * plain.meta.expert_bytes
+    lasting = report.lasting
+    lasts = lasting.longest_lag_s if lasting.half_life_s is None else lasting.half_life_s
+    if gain[2] < 0.01 or (gain[1] > 0 and gain[0] < 0.01):
+        assert judged.word == "not worth it"
+    elif gain[1] <= 0 or not lasting.lasting:
+        assert judged.word == "not enough evidence"
+    elif migration / saved * 40 / 60 < lasts:
+        assert judged.word == "apply"
+    else:
+        assert judged.word == ("not enough evidence" if lasting.half_life_s is None else "not worth it")
+
+
+def check_layers(report: Report, record: LoadRecord, plain: Plain, before: Any, after: Any) -> None:
+    layers, judged = report.layers, np.asarray(sum(plain.count(w)[0] for w in range(10, 21)))
+    total = record.counts_WPNLE.sum(axis=(0, 1, 2))
+    past = sum(plain.count(w)[0].sum(axis=0) for w in range(10))
+    reasons = []
+    for layer in range(2):
+        mean = sum(total[layer].tolist()) / 7
+        assert near(layers.load_LE[layer], [x / mean for x in total[layer].tolist()])
+        assert layers.unused_L[layer] == sum(x == 0 for x in total[layer].tolist())
+        for slots, counted, fullest in (
+            (before, layers.replicas_before_LE, layers.fullest_before_L),
+            (after, layers.replicas_after_LE, layers.fullest_after_L),
+        ):
+            assert counted[layer] == [sum(e in rank for rank in slots[layer]) for e in range(7)]
+            rows = [sum(rank.values()) for rank in plain.rows(slots, judged)[layer]]
+            assert near(fullest[layer], max(rows) / (sum(rows) / 4))
+        for expert in range(7):
+            ranks = [n for n in range(4) if expert in after[layer][n]]
+            if len(ranks) > 1:
+                reasons.append((layer, expert, ranks, past[layer][expert] / (past[layer].sum() / 7)))
+    got = [(r.layer, r.expert, r.ranks, r.load) for r in report.reasons]
+    assert sorted(r[:3] for r in got) == [r[:3] for r in reasons]
+    assert near([r[3] for r in sorted(got)], [r[3] for r in reasons])
+    assert all(
+        f"{len(r.ranks)} replicas" in r.why if r.load >= 1 else "not hot" in r.why for r in report.reasons
+    )
+    over = report.over_time
+    assert near(over.seconds_T, [2.0 * w for w in range(21)])
+    assert over.first_judged == 10
+    for slots, shown in ((before, over.before_TN), (after, over.after_TN)):
+        for w in range(21):
+            rows = [0.0] * 4
+            for layer in plain.rows(slots, plain.count(w)[0]):
+                rows = [a + sum(rank.values()) for a, rank in zip(rows, layer, strict=True)]
+            assert near(shown[w], [r / (sum(rows) / 4) for r in rows])
+
+
+def check_lasting(report: Report, plain: Plain) -> None:
+    lasting, similarity = report.lasting, plain.similarity()
+    assert near(lasting.similarity_lag, similarity)
+    assert near([lasting.window_s, lasting.longest_lag_s], [2.0, 20.0])
+    if lasting.half_life_s is not None:
+        lag = lasting.half_life_s / 2
+        low = math.floor(lag + 1e-9)
+        assert all(s > similarity[0] / 2 for s in similarity[: low - 1])
+        at = similarity[low - 1] + (lag - low) * (similarity[min(low, 9)] - similarity[low - 1])
+        assert near(at, similarity[0] / 2)
+        payback = report.verdict.payback_s
+        if payback is None:
+            assert lasting.replan_interval_s is None
+        else:
+            best = min(math.sqrt(2 * payback * lasting.half_life_s / math.log(2)), lasting.half_life_s)
+            assert near(lasting.replan_interval_s, best)
+
+
+def check_sweep(report: Report, record: LoadRecord, plain: Plain, cluster: Cluster, old: Any) -> None:
+    assert [p.redundant for p in report.sweep][:2] == [0, 4]
+    loads_WLE = np.stack([plain.count(w)[0].sum(axis=0) for w in range(10)])
+    for point in report.sweep[:2]:
+        placement = plan(loads_WLE, cluster, num_slots=7 + point.redundant).placement
+        judged = plain.judge(lists(placement))
+        assert same_interval(point.step_us, plain.mean_interval(judged["times"]))
+        assert same_interval(point.gain, plain.gain_interval(old["times"], judged["times"]))
+        assert near(point.balancedness, judged["balancedness"])
+        assert point.bytes_per_rank == 2 * len(placement.slots[0][0]) * record.meta.expert_bytes
+
+
+def report_on(record: LoadRecord, **changes: Any) -> Report:
+    return analyse(record, Options(HARDWARE, Cluster.single(record.meta.num_ranks), **changes)).report
+
+
+def test_a_steady_skew_is_worth_a_plan(seed: int) -> None:
+    """Two hot experts on the first rank: a plan parts them."""
+    popularity = np.tile(np.array([0.4, 0.4, 0.05, 0.05, 0.05, 0.05]), (40, 2, 1))
+    report = report_on(make_record(popularity, seed, tokens=2000))
+    assert report.verdict.word == "apply"
+    assert report.verdict.gain.low > 0.1
+    assert report.lasting.lasting
+    assert report.lasting.half_life_s is None
+    # The plan parts the two; each is 0.4 of the load, the mean rank has a third.
+    assert max(abs(x - 2.4) for x in report.layers.fullest_before_L) < 0.1
+    assert max(report.layers.fullest_after_L) < 1.45
+
+
+def test_a_uniform_load_is_not(seed: int) -> None:
+    report = report_on(make_record(np.full((40, 2, 6), 1 / 6), seed, tokens=2000))
+    assert report.verdict.word == "not worth it"
+    assert report.verdict.gain.high < 0.01
+
+
+def test_one_hot_expert_needs_replicas(seed: int) -> None:
+    popularity = np.tile(np.array([0.5, 0.1, 0.1, 0.1, 0.1, 0.1]), (40, 1, 1))
+    report = report_on(make_record(popularity, seed, tokens=2000, top_k=1))
+    best = max(report.sweep, key=lambda p: p.gain.mean)
+    assert best.redundant > 0
+    assert best.gain.low > report.sweep[0].gain.high
+    report = report_on(make_record(popularity, seed, tokens=2000, top_k=1), redundant=3)
+    hottest = report.reasons[0]
+    assert (hottest.expert, len(hottest.ranks)) == (0, max(report.layers.replicas_after_LE[0]))
+    assert abs(hottest.load - 3.0) < 0.1
+
+
+def test_drift_shows_its_half_life(seed: int) -> None:
+    """A pattern whose correlation falls by 1 - d per window halves in ln 2 / -ln(1 - d) windows, counted from lag 1."""
+    popularity = drifting(200, 6, 32, 0.1, seed)
+    lasting = report_on(make_record(popularity, seed, tokens=3000)).lasting
+    expected_s = 2.0 * (1 + math.log(2) / -math.log(0.9))
+    assert lasting.half_life_s is not None
+    assert 0.6 * expected_s < lasting.half_life_s < 1.6 * expected_s
+
+
+def test_a_gain_that_drifts_away_is_not_worth_it(seed: int) -> None:
+    """Windows of a pattern of its own each: what was planned for the past does not help."""
+    report = report_on(make_record(drifting(40, 2, 8, 1.0, seed), seed, tokens=2000))
+    assert report.verdict.word in ("not worth it", "not enough evidence")
+
+
+@pytest.mark.parametrize("num_windows", [2, 5, 15])
+def test_few_windows_are_no_evidence(num_windows: int, seed: int) -> None:
+    popularity = np.tile(np.array([0.4, 0.4, 0.05, 0.05, 0.05, 0.05]), (num_windows, 2, 1))
+    word = report_on(make_record(popularity, seed, tokens=2000)).verdict.word
+    assert word == ("not enough evidence" if num_windows < 15 else "apply")
+
+
+@pytest.mark.parametrize(
+    ("gain", "num_judged", "lasting", "payback_s", "half_life_s", "word"),
+    [
+        ((0.10, 0.05, 0.15), 8, True, 10.0, 20.0, "apply"),
+        ((0.10, 0.05, 0.15), 8, True, 10.0, None, "apply"),  # lasts at least 15 s
+        ((0.10, 0.05, 0.15), 7, True, 10.0, 20.0, "not enough evidence"),  # too few windows
+        ((0.10, math.nan, math.nan), 1, True, 10.0, 20.0, "not enough evidence"),
+        ((0.10, -0.01, 0.15), 8, True, 10.0, 20.0, "not enough evidence"),  # may be a loss
+        ((0.10, 0.05, 0.15), 8, False, 10.0, None, "not enough evidence"),  # no pattern
+        (
+            (0.10, 0.05, 0.15),
+            8,
+            True,
+            20.0,
+            None,
+            "not enough evidence",
+        ),  # the record is shorter than the payback
+        ((0.10, 0.05, 0.15), 8, True, 20.0, 20.0, "not worth it"),  # gone before it pays back
+        ((0.005, 0.001, 0.009), 8, True, 1.0, 20.0, "not worth it"),
+        ((0.008, 0.001, 0.015), 8, True, 1.0, 20.0, "not worth it"),  # sure, but small
+        ((-0.20, -0.25, -0.15), 8, True, math.inf, 20.0, "not worth it"),
+    ],
+)
+def test_what_a_verdict_takes(
+    gain: tuple[float, float, float],
+    num_judged: int,
+    lasting: bool,
+    payback_s: float,
+    half_life_s: float | None,
+    word: str,
+) -> None:
+    assert verdict(Estimate(*gain), num_judged, lasting, payback_s, half_life_s, 15.0)[0] == word
+
+
+def test_groups_of_experts_chosen_together(seed: int) -> None:
+    record = make_record(np.full((8, 2, 24), 1 / 24), seed, num_routes=600)
+    ids_tLK = record.routes.topk_ids_tLK.copy()
+    # In layer 1 a third of the tokens choose two of experts 2, 9, 20, which are on three ranks.
+    for t in range(0, 600, 3):
+        ids_tLK[t, 1] = random.Random(seed + t).sample([2, 9, 20], 2)
+    together = report_on(replace(record, routes=replace(record.routes, topk_ids_tLK=ids_tLK))).coactivation
+    assert together is not None
+    (cluster,) = together.clusters
+    assert (cluster.layer, cluster.experts, cluster.ranks_before) == (1, [2, 9, 20], 3)
+    pairs = sum(len({2, 9, 20} & set(row)) == 2 for row in ids_tLK[:, 1].tolist())
+    assert cluster.tokens == pairs
+
+
+def test_audit_holds_the_prediction_against_what_came(seed: int) -> None:
+    popularity = stationary(40, 2, 6, 0.3, seed)
+    options = Options(HARDWARE, Cluster.single(3), "static", steps_per_window=2)
+    first = make_record(popularity, seed, tokens=2000)
+    planned = analyse(first, options)
+    promise = prediction(planned)
+    # The plan comes into force after a third of the windows.
+    placement_W = np.repeat([0, 1], [10, 30]).astype(np.int32)
+    second = make_record(
+        popularity, seed + 1, tokens=2000, placements=(planned.before, planned.after), placement_W=placement_W
+    )
+    audit = analyse(second, options, applied=(planned.after, promise)).report.audit
+    assert audit is not None
+    assert audit.predicted == planned.report.verdict.gain
+    # The same popularity: what was promised comes, but for noise.
+    assert abs(audit.achieved.mean - audit.predicted.mean) < 0.05
+    assert audit.num_windows == 30
+    assert near(audit.measured_before_us, (first.forward_us_WN.sum(axis=0) / 120).max())
+    assert near(audit.measured_after_us, (second.forward_us_WN[10:].sum(axis=0) / 90).max())
+    assert near(audit.measured_tokens_after, second.tokens_WPN[10:].sum() / 90)
+    with pytest.raises(ConfigError, match="was not in force in any window"):
+        analyse(first, options, applied=(planned.after, promise))
+
+
+def test_what_cannot_be_reported(seed: int) -> None:
+    record = make_record(stationary(1, 2, 6, 1.0, seed), seed)
+    with pytest.raises(ConfigError, match="one window with tokens"):
+        report_on(record)
+    with pytest.raises(ConfigError, match="the record has 3 ranks, the topology 4"):
+        analyse(record, Options(HARDWARE, Cluster(2, 2)))
