@@ -24,7 +24,9 @@ from moe_runtime.dispatch import (
     triton_grouping,
     triton_one_sided,
 )
+from moe_runtime.dispatch.base import plan_dispatch
 from moe_runtime.dispatch.collective import CollectiveDispatcher
+from moe_runtime.dispatch.counts import GatherCounts, keep_counts
 from moe_runtime.dispatch.fp8_payload import Fp8Payload
 from moe_runtime.dispatch.local import LocalDispatcher
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
@@ -41,6 +43,7 @@ from moe_runtime.layers.deterministic_ops import DeterministicOps
 from moe_runtime.layers.invariant import Workers
 from moe_runtime.layers.ops import TORCH_OPS
 from moe_runtime.layers.triton_ops import TritonOps
+from moe_runtime.replicas import WORTH_ASKING, ChooseByCounts, choose_randomly
 from moe_runtime.triton_support.availability import triton_problem
 
 if TYPE_CHECKING:
@@ -49,7 +52,8 @@ if TYPE_CHECKING:
     from moe_runtime.attention.base import AttentionBackend
     from moe_runtime.attention.kv_cache import KVCache
     from moe_runtime.config import EngineConfig
-    from moe_runtime.dispatch.base import Dispatcher
+    from moe_runtime.dispatch.base import ChooseReplicas, Dispatcher
+    from moe_runtime.dispatch.counts import ShareCounts
     from moe_runtime.dispatch.heap import SymmetricHeap
     from moe_runtime.experts.base import ExpertKernel
     from moe_runtime.experts.router import Router
@@ -230,6 +234,32 @@ def _make_one_sided_kernels(
         combine=config.combine,
         make_network=lambda layout: NvshmemNetwork(heap, layout, heap_nvshmem.device_library()),
     )
+
+
+def make_replica_choice(
+    config: EngineConfig, dispatcher: Dispatcher, topology: Topology
+) -> tuple[ChooseReplicas, Choice]:
+    """How a copy of an expert is chosen where it has several."""
+    on_host = topology.device.type == "cpu"
+    problem = None if on_host else "the host reads the counts of every layer, for which a GPU would wait"
+    if isinstance(dispatcher, Fp8Payload):
+        dispatcher = dispatcher.inner
+    share: ShareCounts = GatherCounts(topology.data_group, config.step_timeout)
+    if topology.world_size == 1:
+        share = keep_counts
+        problem = "one rank has one copy of each expert"
+    elif isinstance(dispatcher, OneSidedDispatcher):
+        share = dispatcher.share
+    reasons = {"dynamic": problem, "static": None, "random": None}
+    log = topology.rank == 0
+    choice = choose("ep_dispatch_algorithm", config.ep_dispatch_algorithm, reasons, log)
+    least = WORTH_ASKING if config.ep_dispatch_algorithm == "auto" else 0
+    choices: dict[str, ChooseReplicas] = {
+        "dynamic": ChooseByCounts(share, least),
+        "static": plan_dispatch,
+        "random": choose_randomly,
+    }
+    return choices[choice.name], choice
 
 
 def process_runs(pid: int) -> bool:

@@ -27,7 +27,7 @@ _NOT_YET: dict[str, str] = {
     "a Unix socket": "uds",
     "choosing the kernels' communication mode": "deepep-mode",
     "load balancing of experts": "enable-eplb eplb-config eplb-algorithm eplb-rebalance-num-iterations"
-    " init-expert-location ep-dispatch-algorithm",
+    " init-expert-location",
     "recording of expert loads": "expert-distribution-recorder-mode expert-distribution-recorder-buffer-size"
     " enable-expert-distribution-metrics enable-return-routed-experts",
     "sizing the KV cache in bytes or tokens (use --num-kv-blocks)": "kv-cache-memory-bytes max-total-tokens",

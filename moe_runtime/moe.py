@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from moe_runtime.core import Routing
-from moe_runtime.dispatch.base import Dispatcher, plan_dispatch
+from moe_runtime.dispatch.base import ChooseReplicas, Dispatcher, plan_dispatch
 from moe_runtime.profiling.timeline import EXPERTS, WAIT, Timeline
 
 if TYPE_CHECKING:
@@ -79,13 +79,15 @@ class ExpertParallelMoe:
     """Is told what took how long."""
     chunks: int = 1
     """Parts in which the rows of a pass travel."""
+    choose: ChooseReplicas = plan_dispatch
+    """Picks the copy of an expert that computes a pair."""
 
     def begin(self, work: MoeInput) -> ExpertParallelPass:
         """See RoutedExperts."""
         self.timeline.lap("attention", moe_layer=work.moe_layer, tokens=work.x_TD.shape[0])
         placement = self.placements[work.moe_layer]
         parts = [
-            _Part(rows_TD, plan_dispatch(part, placement, self.rank, limit), work.moe_layer)
+            _Part(rows_TD, self.choose(part, placement, self.rank, limit), work.moe_layer)
             for rows_TD, part, limit in cut_rows(work.x_TD, work.routing, work.max_num_tokens, self.chunks)
         ]
         return ExpertParallelPass(self, work.weights, parts, work.meanwhile)

@@ -40,13 +40,14 @@ HEADER_BYTES = 64
 LAST_EXCHANGE = 1 << 62
 """After it comes number 1 again; even, so that odd and even numbers go on taking turns. 0 stays the unused flag."""
 _FLAG, _TOTAL, _ROUNDS, _CALL = 0, 1, 2, 3
+_KINDS = {1: "dispatch", 2: "combine", 3: "counts"}
 
 
 class Call(NamedTuple):
     """What an exchange is about; ranks that disagree are out of step."""
 
     kind: int
-    """1 dispatch, 2 combine."""
+    """1 dispatch, 2 combine, 3 counts."""
     max_num_tokens: int
     row_elements: int
     element_bytes: int
@@ -54,7 +55,7 @@ class Call(NamedTuple):
     """Slots beside each row; 0 in combine."""
 
     def __str__(self) -> str:
-        kind = {1: "dispatch", 2: "combine"}.get(self.kind, f"call {self.kind}")
+        kind = _KINDS.get(self.kind, f"call {self.kind}")
         return (
             f"{kind} of at most {self.max_num_tokens} tokens, {self.row_elements} x {self.element_bytes} bytes a row,"
             f" {self.topk} slots"
@@ -163,7 +164,7 @@ class Mailboxes:
         parity = self._exchange % 2
         at = self._offset(self.rank, peer, parity) // 8
         if words[at] != self._exchange:
-            what = "dispatch message" if call.topk else "combine message"
+            what = f"{_KINDS.get(call.kind, 'unknown')} message"
             expected = self._exchange
             wait_until(lambda: words[at] == expected, peer, what, self._timeout, self._is_alive)
         theirs = Call(*words[at + _CALL : at + _CALL + len(call)])

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from moe_runtime.dispatch.rows import Int32Array
     from moe_runtime.dispatch.waiting import IsAlive
 
-_DISPATCH, _COMBINE = 1, 2
+_DISPATCH, _COMBINE, _SHARE = 1, 2, 3
 
 
 def unsupported(
@@ -193,6 +193,19 @@ class OneSidedDispatcher:
 
         return Deferred(finish)
 
+    def share(self, counts_E: torch.Tensor) -> torch.Tensor:
+        """Tell every rank this rank's counts, int32; returns int32 (N, E), one row per rank. Collective.
+
+        Raises LockstepError as dispatch does, CapacityError if E counts do not fit the buffer.
+        """
+        num_ranks = self._mail[0].num_ranks
+        call = Call(_SHARE, 0, counts_E.shape[0], counts_E.element_size(), 0)
+        no_words = np.empty((num_ranks, 0), dtype=np.int32)
+        index_N = torch.zeros(num_ranks, dtype=torch.int64)
+        transfer = self._post(counts_E[None], index_N, no_words, [1] * num_ranks, call)
+        counts_NE, _, _ = self._finish(transfer)
+        return counts_NE
+
     def close(self) -> None:
         """Give the shared memory back. Idempotent."""
         self._under_way.clear()
@@ -265,7 +278,9 @@ class _Transfer:
             self._traffic.control_bytes += HEADER_BYTES
 
     def _count(self, num_bytes: int) -> None:
-        if self._call.kind == _DISPATCH:
+        if self._call.kind == _SHARE:
+            self._traffic.control_bytes += num_bytes
+        elif self._call.kind == _DISPATCH:
             self._traffic.bytes_sent += num_bytes
         else:
             self._traffic.bytes_returned += num_bytes

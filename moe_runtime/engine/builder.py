@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from moe_runtime.attention.base import AttentionBackend
     from moe_runtime.attention.kv_cache import KVCache
     from moe_runtime.config import EngineConfig
-    from moe_runtime.dispatch.base import Dispatcher
+    from moe_runtime.dispatch.base import ChooseReplicas, Dispatcher
     from moe_runtime.engine.rank_link import RankLink
     from moe_runtime.experts.base import ExpertKernel
     from moe_runtime.experts.router import Router
@@ -50,6 +50,7 @@ class RankBuilder:
 
     decoder: Decoder
     dispatcher: Dispatcher
+    replicas: ChooseReplicas
     kernel: ExpertKernel
     router: Router
     ops: LayerOps
@@ -121,13 +122,14 @@ class RankBuilder:
         )
         what = self.config, self.spec, self.dtype, self.topology
         self.dispatcher, dispatcher = backends.make_dispatcher(*what)
+        self.replicas, replicas = backends.make_replica_choice(self.config, self.dispatcher, self.topology)
         self.kernel, kernel = backends.make_experts(*what)
         self.router, router = backends.make_router(self.config, self.topology)
         self.ops, ops = backends.make_layer_ops(*what)
         overlap = backends.choose_overlap(self.config, self.topology)
         self.overlap = OverlapModel(overlap.name, log=self.topology.rank == 0)
         self.attention_choice = backends.choose_attention(*what)
-        self.choices = [dispatcher, kernel, router, ops, overlap, self.attention_choice]
+        self.choices = [dispatcher, replicas, kernel, router, ops, overlap, self.attention_choice]
 
     def reserve(self) -> None:
         """The KV cache."""
@@ -148,7 +150,14 @@ class RankBuilder:
             decoder=self.decoder,
             cache=self.cache,
             attention=self.attention,
-            moe=ExpertParallelMoe(self.dispatcher, self.kernel, placements, topology.rank, self.timeline),
+            moe=ExpertParallelMoe(
+                self.dispatcher,
+                self.kernel,
+                placements,
+                topology.rank,
+                self.timeline,
+                choose=self.replicas,
+            ),
             block_size=config.block_size,
             device=topology.device,
             trace=self.trace,

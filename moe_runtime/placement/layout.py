@@ -42,7 +42,7 @@ def layer_placement(
     """The layer's placement as `rank` uses it: its own copy of an expert if it has one, else a replica chosen by rank."""
     slots = torch.tensor(placement.slots[layer], dtype=torch.int64)
     num_ranks, width = slots.shape
-    table = [-1] * placement.num_experts
+    table, copies = [-1] * placement.num_experts, []
     for expert in range(placement.num_experts):
         where = [
             (r, s) for r in range(num_ranks) for s in range(width) if placement.slots[layer][r][s] == expert
@@ -54,6 +54,12 @@ def layer_placement(
         own = [x for x in where if x[0] == rank]
         chosen_rank, slot = own[0] if own else where[rank % len(where)]
         table[expert] = chosen_rank * width + slot
+        copies.append([r * width + s for r, s in where])
+    most = max(len(c) for c in copies)
     return LayerPlacement(
-        slot_to_expert_Np=slots, expert_to_slot_E=torch.tensor(table, dtype=torch.int64, device=device)
+        slot_to_expert_Np=slots,
+        expert_to_slot_E=torch.tensor(table, dtype=torch.int64, device=device),
+        copies_EX=torch.tensor(
+            [c + [-1] * (most - len(c)) for c in copies], dtype=torch.int64, device=device
+        ),
     )

@@ -39,6 +39,7 @@ LAYERS: list[tuple[int, str]] = [
     (2, "moe_runtime.engine.radix_tree"),
     (2, "moe_runtime.engine.control"),
     (2, "moe_runtime.engine.overlap"),
+    (3, "moe_runtime.replicas"),
     (3, "moe_runtime.models.*"),
     (3, "moe_runtime.weights.*"),
     (4, "moe_runtime.engine.model_runner"),
