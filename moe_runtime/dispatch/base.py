@@ -22,7 +22,9 @@ T_co = TypeVar("T_co", covariant=True)
 class Pending(Protocol[T_co]):
     """A result under way; `wait()` blocks the host (CPU) or the stream (GPU) and may be called once."""
 
-    def wait(self) -> T_co: ...
+    def wait(self) -> T_co:
+        """The result. Raises LockstepError if a peer is dead or late."""
+        ...
 
 
 V = TypeVar("V")
@@ -35,6 +37,7 @@ class Done(Generic[V]):
     value: V
 
     def wait(self) -> V:
+        """The value, at once."""
         return self.value
 
 
@@ -45,6 +48,7 @@ class Deferred(Generic[V]):
     finish: Callable[[], V]
 
     def wait(self) -> V:
+        """What `finish` returns; raises what it raises."""
         return self.finish()
 
 
@@ -77,7 +81,9 @@ class Dispatcher(Protocol):
         """Return y's expert rows to their tokens: out_TD = sum over k of weight * row. See contract 4 for the order."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of memory, files and connections. See contract 10."""
+        ...
 
 
 class ChooseReplicas(Protocol):

@@ -75,6 +75,7 @@ class Outgoing:
 
     @property
     def num_pairs(self) -> int:
+        """S: expert rows that come back to this rank."""
         return sum(self.pairs_N)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_runtime import backends
+from moe_runtime import backends, backends_dispatch
 from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.control import Control
 from moe_runtime.engine.engine import Engine
@@ -121,12 +121,14 @@ class RankBuilder:
             self.timeline, Path(self.config.trace_dir), self.topology.rank, self.config.trace_steps
         )
         what = self.config, self.spec, self.dtype, self.topology
-        self.dispatcher, dispatcher = backends.make_dispatcher(*what)
-        self.replicas, replicas = backends.make_replica_choice(self.config, self.dispatcher, self.topology)
+        self.dispatcher, dispatcher = backends_dispatch.make_dispatcher(*what)
+        self.replicas, replicas = backends_dispatch.make_replica_choice(
+            self.config, self.dispatcher, self.topology
+        )
         self.kernel, kernel = backends.make_experts(*what)
         self.router, router = backends.make_router(self.config, self.topology)
         self.ops, ops = backends.make_layer_ops(*what)
-        overlap = backends.choose_overlap(self.config, self.topology)
+        overlap = backends_dispatch.choose_overlap(self.config, self.topology)
         self.overlap = OverlapModel(overlap.name, log=self.topology.rank == 0)
         self.attention_choice = backends.choose_attention(*what)
         self.choices = [dispatcher, replicas, kernel, router, ops, overlap, self.attention_choice]
@@ -173,6 +175,7 @@ class RankBuilder:
 
     @property
     def num_kv_blocks(self) -> int:
+        """Blocks of the paged cache."""
         return int(self.cache.keys[0].shape[0])
 
     def ready(self, pid: int) -> Ready:

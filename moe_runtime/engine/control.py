@@ -52,6 +52,7 @@ class StepTimes:
 
     @property
     def compute_us(self) -> int:
+        """What was not waiting."""
         return self.forward_us - self.wait_us
 
 

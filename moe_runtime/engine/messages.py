@@ -97,9 +97,11 @@ class Distribution(msgspec.Struct):
 
     @classmethod
     def empty(cls, bounds: Sequence[float]) -> Distribution:
+        """No values yet, for ascending `bounds`."""
         return cls([0] * (len(bounds) + 1))
 
     def add(self, value: float, bounds: Sequence[float]) -> None:
+        """Count a value; `bounds` are those it was made with."""
         self.counts[bisect_left(bounds, value)] += 1
         self.total += value
 

@@ -111,6 +111,7 @@ class ModelRunner:
         return batch, self.attention.plan(batch)
 
     def close(self) -> None:
+        """Write what has been traced, and close the dispatcher."""
         self.trace.close()
         self.moe.dispatcher.close()
 

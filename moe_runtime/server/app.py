@@ -26,12 +26,12 @@ from moe_runtime.server.completions import CompletionJob
 from moe_runtime.server.context import ModelContext
 from moe_runtime.server.errors import ApiError, as_api_error, invalid
 from moe_runtime.server.gate import Gate
+from moe_runtime.server.parsing import parse
 from moe_runtime.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    parse,
 )
 from moe_runtime.server.responses import ModelList
 from moe_runtime.server.run import Job, Run, events, whole_answer

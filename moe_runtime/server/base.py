@@ -17,13 +17,16 @@ class Engine(Protocol):
     """A client of running ranks. All calls are made on one event loop."""
 
     @property
-    def config(self) -> EngineConfig: ...
+    def config(self) -> EngineConfig:
+        """The settings it was started with."""
 
     @property
-    def max_model_len(self) -> int: ...
+    def max_model_len(self) -> int:
+        """The most tokens of prompt and output together."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -57,7 +60,8 @@ class Engine(Protocol):
         Raises RequestError, OverloadedError or EngineDeadError, at the latest on the first step.
         """
 
-    async def reset_prefix_cache(self) -> None: ...
+    async def reset_prefix_cache(self) -> None:
+        """Tell all ranks to drop the cached blocks that no running sequence uses. Raises EngineDeadError."""
 
     async def close(self) -> None:
         """Stop the ranks. Streams still open raise EngineDeadError."""
