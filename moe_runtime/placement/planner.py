@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,14 @@ from moe_runtime.core import ExpertPlacement
 from moe_runtime.errors import ConfigError
 from moe_runtime.placement import deepseek
 from moe_runtime.placement.cost import Cluster, Cost
-from moe_runtime.placement.packing import pack
+from moe_runtime.placement.packing import pack, replica_counts
+from moe_runtime.placement.refine import level, relabel, with_mean
 from moe_runtime.placement.problem import Problem, check_current, make_problem
 
 Array = npt.NDArray[Any]
+ROUNDS = 12
+MAX_WINDOWS=8
+RELABEL=20
 ALGORITHMS = ("ours", "deepseek", "contiguous")
 
 
@@ -71,7 +76,7 @@ def plan(
     if algorithm == "deepseek":
         held_LNE = _deepseek(problem, num_groups, notes)
     else:
-        held_LNE = pack(problem)
+        held_LNE = _ours(problem)
     slots_LNp, moved = arrange(held_LNE, current_LNp)
     version = 0 if current is None else current.version + 1
     placement = ExpertPlacement(
@@ -80,6 +85,32 @@ def plan(
         version=version,
     )
     return PlanResult(placement, moved, tuple(notes))
+
+
+def _ours(problem: Problem) -> Array:
+    load_LE = problem.load_LE
+    count_LE = replica_counts(problem, load_LE)
+    held_LNE = pack(problem, load_LE, count_LE)
+    slots_LNp, _ = arrange(held_LNE, None)
+    share_VLE = with_mean(few_windows(problem.loads_WLE)) / count_LE.astype(np.float32)
+    movable_LE = (count_LE == 1) & ~problem.pinned_NE.any(axis=0)
+    movable_LNp = (slots_LNp >= 0) & np.take_along_axis(movable_LE[:, None], np.maximum(slots_LNp, 0), axis=2)
+    level(slots_LNp, share_VLE, movable_LNp, rounds=ROUNDS)
+    held_LNE = np.zeros_like(held_LNE)
+    layer, rank, slot = np.nonzero(slots_LNp >= 0)
+    held_LNE[layer, rank, slots_LNp[layer, rank, slot]] = True
+    movable_LE = np.tile(~problem.pinned_NE.any(axis=0), (len(held_LNE), 1))
+    relabel(held_LNE, share_VLE, count_LE, movable_LE, rounds=RELABEL)
+    return held_LNE
+
+
+def few_windows(loads_WLE: Array) -> Array:
+    """At most MAX_WINDOWS windows: adjacent ones averaged."""
+    num = len(loads_WLE)
+    if num <= MAX_WINDOWS:
+        return loads_WLE
+    edges = np.linspace(0, num, MAX_WINDOWS + 1).astype(int)
+    return np.stack([loads_WLE[a:b].mean(axis=0) for a, b in pairwise(edges)])
 
 
 def _deepseek(problem: Problem, num_groups: int, notes: list[str]) -> Array:

@@ -1,0 +1,167 @@
+"""Levelling a placement by exchanging experts, for all layers at once, over several windows of load.
+
+The measure is the sum over windows and ranks of the squared rank load, each replica bearing an even share of its expert. It is lowest where
+every window is level, so experts that are busy at different times come together on a rank, and those busy at the same time apart.
+
+Legend: V windows, the last of them the mean; L layers, N ranks, E experts, P pairs of ranks, p slots per rank. `held` is bool (L, N, E).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+ENOUGH = 1.001
+"""A layer whose fullest rank has at most this times the mean, in every window, is left alone."""
+
+
+def with_mean(loads_WLE: Array) -> Array:
+    """float32 (V, L, E): the windows, and their mean with the weight of all of them together."""
+    if len(loads_WLE) == 1:
+        return loads_WLE.astype(np.float32)
+    mean_LE = loads_WLE.mean(axis=0, keepdims=True)
+    return np.concatenate([loads_WLE, mean_LE * np.sqrt(len(loads_WLE))]).astype(np.float32)
+
+
+def level(slots_LNp: Array, share_VLE: Array, movable_LNp: Array, *, rounds: int) -> None:
+    """Exchange single replicas between full and less full ranks, in `rounds` rounds at most; changes slots_LNp.
+
+    slots_LNp: int64 experts, -1 where empty; share_VLE: load of one replica; movable_LNp: bool, which may be exchanged. A round
+    pairs the fuller half of the ranks with the other half, each time differently, and makes each pair's best exchange.
+    """
+    half = slots_LNp.shape[1] // 2
+    if half == 0:
+        return
+    share_LEV = np.ascontiguousarray(share_VLE.transpose(1, 2, 0))
+    movable_LNp = movable_LNp.copy()
+    layer_L11 = np.arange(len(slots_LNp))[:, None, None]
+    value_LNpV = share_LEV[layer_L11, np.maximum(slots_LNp, 0)] * (slots_LNp >= 0)[..., None]
+    num_used = max(int((slots_LNp[0] >= 0).any(axis=1).sum()), 1)
+    idle = 0
+    for turn in range(rounds):
+        load_LNV = value_LNpV.sum(axis=2)
+        uneven = (load_LNV.max(axis=1) * num_used > ENOUGH * load_LNV.sum(axis=1)).any(axis=1)
+        layers = np.flatnonzero(uneven)
+        if not len(layers):
+            return
+        order_xN = np.argsort(-load_LNV[layers, :, -1], axis=1, kind="stable")
+        low_xP = np.roll(order_xN[:, ::-1][:, :half], turn if turn % 3 else 0, axis=1)
+        some = _exchange(slots_LNp, value_LNpV, movable_LNp, layers[:, None], order_xN[:, :half], low_xP)
+        idle = 0 if some else idle + 1
+        if idle == 3:
+            return
+
+
+def _exchange(
+    slots_LNp: Array, value_LNpV: Array, movable_LNp: Array, layer: Array, high: Array, low: Array
+) -> bool:
+    """Make every pair's best exchange of one replica each; whether any was better than none.
+
+    Moving d from a rank to another that has `gap` less changes the sum of squares by 2 d (d - gap); here d = given - taken.
+    """
+    width = slots_LNp.shape[2]
+    slots_h, slots_l = slots_LNp[layer, high], slots_LNp[layer, low]
+    given, taken = value_LNpV[layer, high], value_LNpV[layer, low]
+    gap = (given.sum(axis=2) - taken.sum(axis=2))[:, :, None]
+    barred_h = ~movable_LNp[layer, high] | _has(slots_l, slots_h)
+    barred_l = ~movable_LNp[layer, low] | _has(slots_h, slots_l)
+    of_given = (given * (given - gap)).sum(axis=3) + np.where(barred_h, np.inf, 0.0)
+    of_taken = (taken * (taken + gap)).sum(axis=3) + np.where(barred_l, np.inf, 0.0)
+    change = np.matmul(given, -2 * taken.swapaxes(2, 3))
+    change += of_given[..., :, None]
+    change += of_taken[..., None, :]
+    change = change.reshape(*gap.shape[:2], width * width)
+    best = change.argmin(axis=2)
+    least = np.take_along_axis(change, best[..., None], axis=2)[..., 0]
+    x, pair = np.nonzero(least < -1e-6)
+    if not len(x):
+        return False
+    a, b = best[x, pair] // width, best[x, pair] % width
+    row, rank_h, rank_l = layer[x, 0], high[x, pair], low[x, pair]
+    for array in (slots_LNp, value_LNpV, movable_LNp):
+        array[row, rank_h, a], array[row, rank_l, b] = array[row, rank_l, b], array[row, rank_h, a]
+    return True
+
+
+def _has(slots: Array, experts: Array) -> Array:
+    """bool like `experts`: whether the pair's other rank holds the expert too."""
+    return (experts[..., :, None] == slots[..., None, :]).any(axis=-1)
+
+
+def relabel(
+    held_LNE: Array, share_VLE: Array, count_LE: Array, movable_LE: Array, *, rounds: int, budget: int | None = None
+) -> int:
+    """Let experts with equally many replicas change places as a whole: load levels, the graph of shared experts stays.
+
+    In each round every layer proposes the best exchange of an expert of its fullest rank (after a failure of the next fullest, four
+    at most); with a `budget` of replicas to move, the proposals that gain most per moved replica are made while it lasts. Changes
+    held_LNE; returns how many replicas moved.
+    """
+    load_VLN = np.matmul(share_VLE[:, :, None, :], held_LNE.swapaxes(1, 2).astype(np.float32))[:, :, 0]
+    num_used = max(int(held_LNE[0].any(axis=1).sum()), 1)
+    failed_L = np.zeros(len(held_LNE), dtype=np.int64)
+    moved = 0
+    for _ in range(rounds):
+        uneven_L = (load_VLN.max(axis=2) * num_used > ENOUGH * load_VLN.sum(axis=2)).any(axis=0)
+        layers = np.flatnonzero(uneven_L & (failed_L < min(4, num_used)))
+        if not len(layers) or moved == budget:
+            break
+        one, two, gain = _best_relabelling(held_LNE, share_VLE, count_LE, movable_LE, load_VLN, layers, failed_L)
+        better = gain < -1e-6
+        failed_L[layers] = np.where(better, 0, failed_L[layers] + 1)
+        layers, one, two, gain = layers[better], one[better], two[better], gain[better]
+        if budget is not None:
+            cost = (held_LNE[layers, :, one] != held_LNE[layers, :, two]).sum(axis=1)
+            order = np.argsort(gain / cost, kind="stable")
+            fits = order[np.cumsum(cost[order]) <= budget - moved]
+            if not len(fits):
+                break
+            layers, one, two = layers[fits], one[fits], two[fits]
+            moved += int(cost[fits].sum())
+        ranks_one, ranks_two = held_LNE[layers, :, one], held_LNE[layers, :, two]
+        held_LNE[layers, :, one], held_LNE[layers, :, two] = ranks_two, ranks_one
+        step_Vx = share_VLE[:, layers, two] - share_VLE[:, layers, one]
+        load_VLN[:, layers] += step_Vx[:, :, None] * (ranks_one.astype(np.float32) - ranks_two)
+    return moved
+
+
+def _best_relabelling(
+    held_LNE: Array,
+    share_VLE: Array,
+    count_LE: Array,
+    movable_LE: Array,
+    load_VLN: Array,
+    layers: Array,
+    failed_L: Array,
+) -> tuple[Array, Array, Array]:
+    """For each layer x of `layers`: the two experts, and the change of the sum of squares.
+
+    With d = share_e - share_f, G an expert's rank loads summed, c the count and o the number of ranks both are on, the change is the
+    sum over windows of 2 d (G_f - G_e + d (c - o)).
+    """
+    held, count, movable = held_LNE[layers], count_LE[layers], movable_LE[layers]
+    load, share = load_VLN[:, layers].transpose(1, 0, 2), share_VLE[:, layers].transpose(1, 0, 2)
+    x = np.arange(len(layers))
+    excess = (np.maximum(load - load.mean(axis=2, keepdims=True), 0.0) ** 2).sum(axis=1)
+    rank = np.argsort(-excess, axis=1, kind="stable")[x, failed_L[layers]]
+    there = held[x, rank]
+    width = int(there.sum(axis=1).max())
+    e = np.argsort(~there, axis=1, kind="stable")[:, :width]
+    x1 = x[:, None]
+    held32 = held.astype(np.float32)
+    own = np.matmul(load, held32)  # (x, V, E)
+    share_e, own_e = share[x1, :, e], own[x1, :, e]  # (x, p, V)
+    change = np.matmul(share_e, own) + np.matmul(own_e, share)
+    change -= (share_e * own_e).sum(axis=2)[:, :, None]
+    change -= (share * own).sum(axis=1)[:, None, :]
+    squares = (share_e**2).sum(axis=2)[:, :, None] + (share**2).sum(axis=1)[:, None, :] - 2 * np.matmul(share_e, share)
+    count_e = count[x1, e][:, :, None]
+    change += squares * (count_e - np.matmul(held32.swapaxes(1, 2)[x1, e], held32))
+    fits = (count[:, None, :] == count_e) & movable[:, None, :] & (movable & there)[x1, e][:, :, None]
+    change = np.where(fits, 2 * change, 0.0).reshape(len(layers), -1)
+    best = change.argmin(axis=1)
+    num_experts = held.shape[2]
+    return e[x, best // num_experts], best % num_experts, change[x, best]
