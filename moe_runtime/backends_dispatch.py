@@ -18,13 +18,16 @@ from moe_runtime.dispatch import (
     triton_grouping,
     triton_one_sided,
 )
+from moe_runtime.dispatch.base import plan_dispatch
 from moe_runtime.dispatch.collective import CollectiveDispatcher
+from moe_runtime.dispatch.counts import GatherCounts, keep_counts
 from moe_runtime.dispatch.fp8_payload import Fp8Payload, quantize_into
 from moe_runtime.dispatch.local import LocalDispatcher
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided_network import NvshmemNetwork
 from moe_runtime.errors import ConfigError
+from moe_runtime.replicas import WORTH_ASKING, ChooseByCounts, choose_randomly
 from moe_runtime.triton_support.availability import has_fp8, target_arch
 from moe_runtime.triton_support.fp8_rows import quantize_rows
 
@@ -32,7 +35,8 @@ if TYPE_CHECKING:
     import torch
 
     from moe_runtime.config import EngineConfig
-    from moe_runtime.dispatch.base import Dispatcher
+    from moe_runtime.dispatch.base import ChooseReplicas, Dispatcher
+    from moe_runtime.dispatch.counts import ShareCounts
     from moe_runtime.dispatch.heap import SymmetricHeap
     from moe_runtime.models.spec import ModelSpec
     from moe_runtime.topology import Topology
@@ -196,6 +200,32 @@ def _make_one_sided_kernels(
         in_flight=_calls_in_flight(config),
         make_network=lambda part, layout: NvshmemNetwork(part, layout, heap_nvshmem.device_library()),
     )
+
+
+def make_replica_choice(
+    config: EngineConfig, dispatcher: Dispatcher, topology: Topology
+) -> tuple[ChooseReplicas, Choice]:
+    """How a copy of an expert is chosen where it has several."""
+    on_host = topology.device.type == "cpu"
+    problem = None if on_host else "the host reads the counts of every layer, for which a GPU would wait"
+    if isinstance(dispatcher, Fp8Payload):
+        dispatcher = dispatcher.inner
+    share: ShareCounts = GatherCounts(topology.data_group, config.step_timeout)
+    if topology.world_size == 1:
+        share = keep_counts
+        problem = "one rank has one copy of each expert"
+    elif isinstance(dispatcher, OneSidedDispatcher):
+        share = dispatcher.share
+    reasons = {"dynamic": problem, "static": None, "random": None}
+    log = topology.rank == 0
+    choice = choose("ep_dispatch_algorithm", config.ep_dispatch_algorithm, reasons, log)
+    least = WORTH_ASKING if config.ep_dispatch_algorithm == "auto" else 0
+    choices: dict[str, ChooseReplicas] = {
+        "dynamic": ChooseByCounts(share, least),
+        "static": plan_dispatch,
+        "random": choose_randomly,
+    }
+    return choices[choice.name], choice
 
 
 def process_runs(pid: int) -> bool:

@@ -92,6 +92,9 @@ class EngineConfig(_Checked):
     dispatcher: str = _field(AUTO, "parallel", "How tokens travel between ranks", aliases=("all2all-backend", "moe-a2a-backend"),
                              choices=(AUTO, "local", "collective", "one_sided"))
     dispatch_buffer_mib: int = _field(16, "parallel", "Shared memory per rank for the one_sided dispatcher, in MiB", low=1)
+    ep_dispatch_algorithm: str = _field(AUTO, "parallel", "Which copy of an expert computes a token, where it has several: the nearest (static), any (random),"
+                                        " or what keeps the fullest rank lowest, from counts exchanged in every layer (dynamic); auto: dynamic on CPUs, in steps with many tokens",
+                                        choices=(AUTO, "static", "random", "dynamic"))
     combine: str = _field("exact", "parallel", "Who sums a token's expert results: its own rank (exact: the same bits for any number of ranks), or each"
                           " rank its own share first (per_rank: fewer bytes)", choices=("exact", "per_rank"))
     dispatch_dtype: str = _field(AUTO, "parallel", "Type in which tokens travel to their experts: the model's, or FP8 with a scale per 128 values;"

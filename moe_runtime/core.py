@@ -266,14 +266,16 @@ class Routing:
     """float32."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerPlacement:
     """Where the experts of one MoE layer live, as one source rank sees it."""
 
     slot_to_expert_Np: torch.Tensor
     """int64 [N, p] on the host: the expert in each slot of each rank, -1 for an empty slot."""
     expert_to_slot_E: torch.Tensor
-    """int64 [E] on the device: the global slot (rank * p + slot) that this rank's tokens use for each expert."""
+    """int64 [E] on the device: the global slot (rank * p + slot) nearest to this rank for each expert."""
+    copies_EX: torch.Tensor
+    """int64 [E, X] on the device: global slots of all copies of each expert, in ascending order, -1 for none."""
 
     @property
     def num_ranks(self) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from moe_runtime.core import Routing
-from moe_runtime.dispatch.base import Dispatcher, plan_dispatch
+from moe_runtime.dispatch.base import ChooseReplicas, Dispatcher, plan_dispatch
 from moe_runtime.profiling.timeline import EXPERTS, WAIT, Timeline
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ class ExpertParallelMoe:
     """Is told what took how long."""
     chunks: int = 1
     """Parts in which the rows of a pass travel."""
+    choose: ChooseReplicas = plan_dispatch
+    """Picks the copy of an expert that computes a pair."""
     recorder: ExpertWatch | None = None
 
     def begin(self, work: MoeInput) -> ExpertParallelPass:
@@ -103,7 +105,7 @@ class ExpertParallelMoe:
         if self.recorder is not None:
             self.recorder.count(routing.topk_ids_TK)
         parts = [
-            _Part(rows_TD, plan_dispatch(part, placement, self.rank, limit), work.moe_layer)
+            _Part(rows_TD, self.choose(part, placement, self.rank, limit), work.moe_layer)
             for rows_TD, part, limit in cut_rows(work.x_TD, routing, work.max_num_tokens, self.chunks)
         ]
         return ExpertParallelPass(self, work.weights, parts, work.meanwhile)

@@ -100,6 +100,16 @@ class Dispatcher(Protocol):
         ...
 
 
+class ChooseReplicas(Protocol):
+    """Turns a routing into a plan: picks a copy of each pair's expert. Some ways are collective; see `replicas`."""
+
+    def __call__(
+        self, routing: Routing, placement: LayerPlacement, rank: int, max_num_tokens: int
+    ) -> DispatchPlan:
+        """As plan_dispatch, which always takes the nearest copy."""
+        ...
+
+
 def sums_per_rank(combine: str) -> bool:
     """Whether a way of combining, `exact` or `per_rank`, is the latter. Raises ConfigError on any other."""
     if combine not in ("exact", "per_rank"):

@@ -37,13 +37,14 @@ LAST_EXCHANGE = 1 << 62
 _HEADER_WORDS = HEADER_BYTES // 8
 _ROUND_BYTES = 5 << 18
 """Of a slab, no more is used in a round: what was just stored should be in a processor's cache when it is read."""
+_KINDS = {1: "dispatch", 2: "combine", 3: "counts"}
 
 
 class Call(NamedTuple):
     """What an exchange is about; ranks that disagree are out of step."""
 
     kind: int
-    """1 dispatch, 2 combine."""
+    """1 dispatch, 2 combine, 3 counts."""
     max_num_tokens: int
     row_elements: int
     element_bytes: int
@@ -51,7 +52,7 @@ class Call(NamedTuple):
     """Slots beside each row; 0 in combine."""
 
     def __str__(self) -> str:
-        kind = {1: "dispatch", 2: "combine"}.get(self.kind, f"call {self.kind}")
+        kind = _KINDS.get(self.kind, f"call {self.kind}")
         return (
             f"{kind} of at most {self.max_num_tokens} tokens, {self.row_elements} x {self.element_bytes} bytes a row,"
             f" {self.topk} slots"
@@ -147,7 +148,7 @@ class Mailboxes:
         """
         header, expected = inbox.header, self._exchange
         if header[0] != expected:
-            what = "dispatch message" if call.topk else "combine message"
+            what = f"{_KINDS.get(call.kind, 'unknown')} message"
             peers = all_peers(self.rank, self.num_ranks, inbox.peer)
             wait_until(lambda: header[0] == expected, peers, what, self._timeout, self._is_alive)
         _, total_rows, rounds, *theirs = header.tolist()

@@ -25,7 +25,7 @@ from moe_runtime.dispatch.combining import OwnPairs, own_pairs, partial_sums, su
 from moe_runtime.dispatch.heap_delay import delay_words
 from moe_runtime.dispatch.mailbox import Call, Mailboxes, segment_bytes, slab_bytes, slab_capacity
 from moe_runtime.dispatch.rows import Incoming, Outgoing, Traffic, plan_incoming, plan_outgoing
-from moe_runtime.dispatch.transfer import COMBINE, DISPATCH, Transfer
+from moe_runtime.dispatch.transfer import COMBINE, DISPATCH, SHARE, Transfer
 from moe_runtime.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -183,6 +183,19 @@ class OneSidedDispatcher:
 
     def check(self) -> None:
         """A lost peer raises in wait()."""
+
+    def share(self, counts_E: torch.Tensor) -> torch.Tensor:
+        """Tell every rank this rank's counts, int32; returns int32 (N, E), one row per rank. Collective.
+
+        Raises LockstepError as dispatch does, CapacityError if E counts do not fit the buffer.
+        """
+        num_ranks = self._mail[0].num_ranks
+        call = Call(SHARE, 0, counts_E.shape[0], counts_E.element_size(), 0)
+        no_words = np.empty((num_ranks, 0), dtype=np.int32)
+        index_N = np.zeros(num_ranks, dtype=np.int64)
+        transfer = self._post(counts_E[None], index_N, no_words, [1] * num_ranks, call)
+        counts_NE, _, _ = self._finish(transfer)
+        return counts_NE
 
     def close(self) -> None:
         """Give the shared memory back. Idempotent."""

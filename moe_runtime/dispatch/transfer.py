@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from moe_runtime.dispatch.rows import Int32Array, Int64Array, Traffic
 
-DISPATCH, COMBINE = 1, 2
+DISPATCH, COMBINE, SHARE = 1, 2, 3
 
 
 class Transfer:
@@ -75,7 +75,9 @@ class Transfer:
                 sent += count
             self._mail.signal(box, total, self._rounds, self._call)
         num_bytes = sent * (self._row_bytes + self._slot_bytes)
-        if self._call.kind == DISPATCH:
+        if self._call.kind == SHARE:
+            self._traffic.control_bytes += num_bytes
+        elif self._call.kind == DISPATCH:
             self._traffic.bytes_sent += num_bytes
         else:
             self._traffic.bytes_returned += num_bytes

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from moe_runtime.attention.base import AttentionBackend
     from moe_runtime.attention.kv_cache import KVCache
     from moe_runtime.config import EngineConfig
-    from moe_runtime.dispatch.base import Dispatcher
+    from moe_runtime.dispatch.base import ChooseReplicas, Dispatcher
     from moe_runtime.engine.rank_link import RankLink
     from moe_runtime.experts.base import ExpertKernel
     from moe_runtime.experts.router import Router
@@ -71,6 +71,7 @@ class RankBuilder:
 
     decoder: Decoder
     dispatcher: Dispatcher
+    replicas: ChooseReplicas
     kernel: ExpertKernel
     router: Router
     ops: LayerOps
@@ -159,6 +160,9 @@ class RankBuilder:
             self.trace.begin(self.config.trace_steps, write)
         what = self.config, self.spec, self.dtype, self.topology
         self.dispatcher, dispatcher = backends_dispatch.make_dispatcher(*what)
+        self.replicas, replicas = backends_dispatch.make_replica_choice(
+            self.config, self.dispatcher, self.topology
+        )
         self.kernel, kernel = backends.make_experts(*what)
         self.router, router = backends.make_router(self.config, self.topology)
         self.ops, ops = backends.make_layer_ops(*what)
@@ -177,7 +181,7 @@ class RankBuilder:
         )
         graphs = backends.Choice("cuda_graphs", str(self.graph_sizes), self.graph_sizes.why)
         logger.log(logging.INFO if self.topology.rank == 0 else logging.DEBUG, "%s: %s (%s)", *graphs)
-        self.choices = [dispatcher, kernel, router, ops, overlap, self.attention_choice, graphs]
+        self.choices = [dispatcher, replicas, kernel, router, ops, overlap, self.attention_choice, graphs]
 
     def reserve(self) -> None:
         """The KV cache."""
@@ -235,6 +239,7 @@ class RankBuilder:
             self.placements,
             topology.rank,
             self.timeline,
+            choose=self.replicas,
             recorder=self.recorder,
         )
         graphs = None

@@ -53,7 +53,7 @@ def layer_placement(
         for slot, expert in enumerate(held):
             if expert >= 0:
                 places[expert].append((r, slot))
-    table = []
+    table, copies = [], []
     for expert, where in enumerate(places):
         if not where:
             raise ConfigError(
@@ -62,6 +62,12 @@ def layer_placement(
         own = [x for x in where if x[0] == rank]
         chosen_rank, slot = own[0] if own else where[rank % len(where)]
         table.append(chosen_rank * width + slot)
+        copies.append([r * width + s for r, s in where])
+    most = max(len(c) for c in copies)
     return LayerPlacement(
-        slot_to_expert_Np=slots, expert_to_slot_E=torch.tensor(table, dtype=torch.int64, device=device)
+        slot_to_expert_Np=slots,
+        expert_to_slot_E=torch.tensor(table, dtype=torch.int64, device=device),
+        copies_EX=torch.tensor(
+            [c + [-1] * (most - len(c)) for c in copies], dtype=torch.int64, device=device
+        ),
     )

@@ -31,6 +31,7 @@ class ShapesOnly:
         self.placement = LayerPlacement(
             slot_to_expert_Np=torch.arange(num_experts).view(1, -1),
             expert_to_slot_E=torch.arange(num_experts, device=META),
+            copies_EX=torch.arange(num_experts, device=META).view(-1, 1),
         )
         self.moe_calls = 0
 

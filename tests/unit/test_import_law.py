@@ -43,6 +43,7 @@ LAYERS: list[tuple[int, str]] = [
     (2, "moe_runtime.engine.control"),
     (2, "moe_runtime.engine.overlap"),
     (2, "moe_runtime.engine.graph_sizes"),
+    (3, "moe_runtime.replicas"),
     (3, "moe_runtime.models.*"),
     (3, "moe_runtime.weights.*"),
     (4, "moe_runtime.engine.graphs"),
