@@ -108,8 +108,8 @@ def redundant_experts(placement: ExpertPlacement) -> int:
 
 def make_plan(setup: Setup, redundant: int, current: ExpertPlacement | None) -> ExpertPlacement:
     return plan(
-        setup.past.counts_WNLE.sum(axis=1), setup.options.cluster, setup.cost,
-        num_slots=setup.record.meta.num_experts + redundant, current=current,
+        setup.past.counts_WNLE.sum(axis=1), setup.options.cluster,
+        num_slots=setup.record.meta.num_experts + redundant, current=current, max_moved=1.0,
     ).placement  # fmt: skip
 
 

@@ -249,7 +249,7 @@ def simulate(
         check_redundant(setting.redundant, record.meta.num_experts, setting.cluster.num_ranks)
         cost = Cost(ModelCost.of(record.meta), hardware, setting.cluster)
         planned = plan(
-            past.counts_WNLE.sum(axis=1), setting.cluster, cost,
+            past.counts_WNLE.sum(axis=1), setting.cluster,
             num_slots=record.meta.num_experts + setting.redundant, algorithm=setting.algorithm,
         )  # fmt: skip
         dealt = deal(future, setting.cluster.num_ranks)

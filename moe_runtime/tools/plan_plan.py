@@ -12,7 +12,6 @@ import numpy as np
 
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.errors import ConfigError
-from moe_runtime.placement.cost import Cost, Hardware, ModelCost
 from moe_runtime.placement.formats import FORMATS, read_placement, write_placement
 from moe_runtime.placement.layout import check_redundant, contiguous
 from moe_runtime.placement.planner import ALGORITHMS, plan
@@ -29,7 +28,7 @@ what it does
 
 examples
   launch/plan.py plan record -o placement.json                       # for as many ranks as recorded, no spare slots
-  launch/plan.py plan record -o placement.json --ep 16 --redundant 32 --topology nodes=2x8 --hardware h200
+  launch/plan.py plan record -o placement.json --ep 16 --redundant 32 --topology nodes=2x8
   launch/plan.py plan record -o placement.yaml --algorithm deepseek  # EPLB's algorithm, for TensorRT-LLM
 """
 
@@ -57,12 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="extra copies of experts in each layer, any number (default: 0)",
     )
     parser.add_argument("--topology", metavar="nodes=AxB", help="A nodes of B ranks (default: one node)")
-    parser.add_argument(
-        "--hardware",
-        metavar="NAME",
-        help="h200, b200, cpu or FILE.yaml, for costs (default: h200)",
-        default="h200",
-    )
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="ours", help="how to plan (default: ours)")
     parser.add_argument(
         "--groups",
@@ -99,15 +92,10 @@ def run(args: argparse.Namespace) -> str:
         raise ConfigError(f"{args.record}: has {num_experts} experts, the model {model.num_experts}")
     check_redundant(args.redundant, num_experts, ep)
     loads_WLE = given.loads_WLE[:, model.pick_layers(len(layers), None, str(args.record))]
-    cost = (
-        Cost(ModelCost.of(given.record.meta), Hardware.named(args.hardware), cluster)
-        if given.record
-        else None
-    )
     current = read_placement(args.current, model) if args.current else None
     result = plan(
-        loads_WLE, cluster, cost, num_slots=num_experts + args.redundant, algorithm=args.algorithm, current=current,
-        cover_loss=args.cover_loss, num_groups=args.groups,
+        loads_WLE, cluster, num_slots=num_experts + args.redundant, algorithm=args.algorithm, current=current,
+        max_moved=1.0, cover_loss=args.cover_loss, num_groups=args.groups,
     )  # fmt: skip
     load_LE = loads_WLE.sum(axis=0)
     why = [*result.notes, *replica_reasons(result.placement, load_LE, model)]
