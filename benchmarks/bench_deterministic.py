@@ -26,6 +26,7 @@ from moe_runtime import LLM, SamplingParams, __version__
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -44,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def seconds(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:
+    """Time of generating `num_tokens` tokens greedily for each of `prompts`, given as ids."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     begin = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
@@ -69,6 +71,7 @@ def measure(engines: dict[str, LLM], args: argparse.Namespace, batch: int | None
 
 
 def main() -> None:
+    """Print the table, write the JSON file."""
     args = build_parser().parse_args()
     rows = []
     with ExitStack() as stack:

@@ -25,6 +25,7 @@ from moe_runtime import LLM, SamplingParams, __version__
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,6 +77,7 @@ def measure(args: argparse.Namespace, way: str, delay_ms: float) -> tuple[dict[s
 
 
 def main() -> None:
+    """Print the table, write the JSON file."""
     args = build_parser().parse_args()
     rows = []
     expected: list[list[int]] | None = None

@@ -16,14 +16,23 @@ import platform
 import random
 import shlex
 import sys
-import time
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
-from rich.progress import Progress
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.serving_client import (
+    Client,
+    Outcome,
+    Request,
+    check_answers,
+    describe_server,
+    run_all,
+    wait_ready,
+)
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 TITLES = {
@@ -34,28 +43,8 @@ TITLES = {
 }
 
 
-@dataclass
-class Request:
-    prompt: list[int]
-    output_len: int
-
-
-@dataclass
-class Outcome:
-    """One request as the client saw it. Times in seconds."""
-
-    start: float
-    ttft: float = 0.0
-    itls: list[float] = field(default_factory=list)
-    """Between the arrivals of chunks with new text or tokens."""
-    latency: float = 0.0
-    input_len: int = 0
-    output_len: int = 0
-    text: str = ""
-    error: str | None = None
-
-
 def build_parser() -> argparse.ArgumentParser:
+    """The flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -125,116 +114,6 @@ def draw_requests(args: argparse.Namespace, vocab_size: int) -> list[Request]:
     ]
 
 
-class Client:
-    """Sends requests to /v1/completions and times what comes back."""
-
-    def __init__(self, http: httpx.AsyncClient, fields: dict[str, Any]) -> None:
-        """`fields` go into every request."""
-        self._http = http
-        self._fields = fields
-
-    def _body(self, request: Request) -> dict[str, Any]:
-        lengths = {"max_tokens": request.output_len, "ignore_eos": True}
-        return {"prompt": request.prompt, **lengths, **self._fields}
-
-    async def whole(self, request: Request) -> dict[str, Any]:
-        """The answer at once, not streamed."""
-        answer = await self._http.post("/v1/completions", json=self._body(request))
-        if answer.status_code != 200:
-            raise SystemExit(f"error: the server answers {answer.status_code}: {answer.text}")
-        found: dict[str, Any] = answer.json()
-        return found
-
-    async def timed(self, request: Request) -> Outcome:
-        """Send one streamed request; what goes wrong is in `error`."""
-        outcome = Outcome(time.perf_counter())
-        body = self._body(request) | {"stream": True, "stream_options": {"include_usage": True}}
-        try:
-            async with self._http.stream("POST", "/v1/completions", json=body) as answer:
-                if answer.status_code != 200:
-                    outcome.error = f"{answer.status_code}: {(await answer.aread()).decode()}"
-                    return outcome
-                await self._read(answer, outcome)
-        except httpx.HTTPError as exc:
-            outcome.error = f"{type(exc).__name__}: {exc}"
-        return outcome
-
-    async def _read(self, answer: httpx.Response, outcome: Outcome) -> None:
-        last = outcome.start
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            now = time.perf_counter()
-            chunk = json.loads(line.removeprefix("data: "))
-            if "error" in chunk:
-                outcome.error = str(chunk["error"])
-                return
-            if chunk["choices"]:
-                if outcome.ttft == 0.0:
-                    outcome.ttft = now - outcome.start
-                else:
-                    outcome.itls.append(now - last)
-                last = now
-                outcome.text += chunk["choices"][0]["text"]
-            if chunk.get("usage"):
-                outcome.input_len = chunk["usage"]["prompt_tokens"]
-                outcome.output_len = chunk["usage"]["completion_tokens"]
-        outcome.latency = last - outcome.start
-
-
-async def wait_ready(http: httpx.AsyncClient, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        try:
-            if (await http.get("/health")).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        await asyncio.sleep(0.5)
-    raise SystemExit(f"error: no healthy server at {http.base_url} within {timeout_s:.0f} s")
-
-
-async def check_answers(client: Client, request: Request) -> None:
-    """The same greedy request, alone, in company, and streamed, has one answer of the length asked for."""
-    first = await client.whole(request)
-    others = await asyncio.gather(*(client.whole(request) for _ in range(3)))
-    streamed = await client.timed(request)
-    if streamed.error is not None:
-        raise SystemExit(f"error: a streamed request fails: {streamed.error}")
-    texts = {answer["choices"][0]["text"] for answer in (first, *others)} | {streamed.text}
-    counts = {answer["usage"]["completion_tokens"] for answer in (first, *others)} | {streamed.output_len}
-    if len(texts) != 1 or counts != {request.output_len}:
-        raise SystemExit(
-            f"error: wrong answers: texts {texts}, lengths {counts}, asked for {request.output_len}"
-        )
-
-
-async def run_all(
-    client: Client, requests: list[Request], args: argparse.Namespace
-) -> tuple[list[Outcome], float]:
-    """Send all requests at their times; outcomes in their order, and the wall time in seconds."""
-    draw = random.Random(args.seed + 1)
-    limit = asyncio.Semaphore(args.max_concurrency or len(requests))
-
-    async def one(request: Request, bar: Progress, task: Any) -> Outcome:
-        async with limit:
-            outcome = await client.timed(request)
-        bar.advance(task)
-        return outcome
-
-    began = time.perf_counter()
-    with Progress(disable=args.disable_tqdm) as bar:
-        task = bar.add_task("requests", total=len(requests))
-        running = []
-        for request in requests:
-            running.append(asyncio.create_task(one(request, bar, task)))
-            if math.isfinite(args.request_rate):
-                shape = args.burstiness
-                await asyncio.sleep(draw.gammavariate(shape, 1 / (args.request_rate * shape)))
-        outcomes = await asyncio.gather(*running)
-    return outcomes, time.perf_counter() - began
-
-
 def percentile(values: list[float], percent: float) -> float:
     """Linear between the two nearest; 0 for no values."""
     if not values:
@@ -278,6 +157,8 @@ def summarize(outcomes: list[Outcome], duration_s: float, percentiles: list[floa
 
 
 def print_report(result: dict[str, Any], percentiles: list[float]) -> None:
+    """The figures of `summarize` as vLLM prints them."""
+
     def line(title: str, value: float) -> None:
         print(
             f"{title + ':':<42}{value:>10.2f}"
@@ -321,16 +202,8 @@ def save(result: dict[str, Any], outcomes: list[Outcome], args: argparse.Namespa
     return path
 
 
-async def describe_server(http: httpx.AsyncClient) -> dict[str, Any]:
-    """What /server_info says, without the folder that the model lies in; empty for servers without it."""
-    answer = await http.get("/server_info")
-    found: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
-    if "model" in found.get("engine", {}):
-        found["engine"]["model"] = Path(found["engine"]["model"]).name
-    return found
-
-
 async def benchmark(args: argparse.Namespace) -> int:
+    """Check the server, warm up, measure, report. Returns the exit status: 1 if a request failed."""
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(

@@ -13,7 +13,6 @@ arguments. A speed that misses its target is reported, but is no failure.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import platform
@@ -23,7 +22,7 @@ import threading
 import time
 import traceback
 import types
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -31,23 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.gpu_report import Check, Report, Result, print_table
+
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 START_SECONDS = 60.0
 """For a process to import torch and to reach the GPU."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """A generator `function(env)` of one dictionary per case; it raises where a result is wrong, Skip where it cannot run."""
-
-    name: str
-    stage: int
-    function: str
-    """`module:function`."""
-    budget_s: float
-    """Seconds after which it is stopped; what it yielded by then is kept."""
 
 
 CHECKS = (
@@ -83,20 +72,6 @@ class Settings:
     """Shapes for the interpreter."""
     poison: bool
     """Fill uninitialised memory with NaN, so that reading it shows."""
-
-
-@dataclass
-class Result:
-    """Of one check."""
-
-    name: str
-    stage: int
-    status: str = "not run"
-    """`ok`, `failed`, `timeout`, `skipped` or `not run`."""
-    reason: str = ""
-    seconds: float = 0.0
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    """One per case."""
 
 
 def use_what_is_there() -> None:
@@ -206,37 +181,6 @@ class Worker:
             self.process = None
 
 
-class Report:
-    """All results, on disk after each."""
-
-    def __init__(self, path: Path | None, head: dict[str, Any], checks: list[Check]) -> None:
-        self.path, self.head = path, head
-        self.results = {
-            check.name: Result(check.name, check.stage, reason="no time was left") for check in checks
-        }
-        self.lock = threading.Lock()
-
-    def add(self, result: Result) -> None:
-        with self.lock:
-            self.results[result.name] = result
-            line = (result.reason.strip().splitlines() or [""])[-1]
-            print(f"{result.status:8} {result.seconds:6.1f} s  {result.name}  {line}", flush=True)
-            self.write()
-
-    def write(self) -> None:
-        """The whole report as JSON; a reader never sees half of it."""
-        if self.path is not None:
-            content = {**self.head, "checks": [asdict(r) for r in self.results.values()]}
-            part = self.path.with_name(self.path.name + ".part")
-            part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            part.replace(self.path)
-
-    def known(self) -> list[dict[str, Any]]:
-        """Rows of the roofline, for the checks that compare with it."""
-        found = self.results.get("roofline")
-        return found.rows if found else []
-
-
 def run_stage(
     checks: list[Check], settings: Settings, jobs: int, seconds: float, seed: int, report: Report
 ) -> None:
@@ -263,32 +207,8 @@ def run_stage(
         thread.join()
 
 
-def print_table(results: list[Result]) -> None:
-    """Each check's outcome, and each measured case in a line."""
-    for stage in (1, 2):
-        of_stage = [r for r in results if r.stage == stage]
-        if of_stage:
-            print(f"\nStage {stage}")
-        for r in of_stage:
-            print(f"  {r.status:8} {r.seconds:6.1f} s {len(r.rows):4} cases  {r.name}")
-            if r.status not in ("ok", "not run"):
-                print("".join(f"      {line}\n" for line in r.reason.strip().splitlines()[-3:]), end="")
-            for row in r.rows if stage == 2 else ():
-                print("      " + "  ".join(f"{key}={_short(value)}" for key, value in row.items()))
-    counts = {
-        s: sum(r.status == s for r in results) for s in ("ok", "failed", "timeout", "skipped", "not run")
-    }
-    missed = sum(not row["met"] for r in results for row in r.rows if row.get("met") is not None)
-    print(
-        "\n" + ", ".join(f"{n} {status}" for status, n in counts.items() if n) + f"; {missed} targets missed"
-    )
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The flags, with `stages` and `checks` as they choose them. Exits with 2 for bad ones."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

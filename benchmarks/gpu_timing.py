@@ -95,6 +95,7 @@ class Model:
 
     @property
     def ranks(self) -> int:
+        """Over which the experts are spread."""
         return self.experts // self.slots
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import sys
 import textwrap
@@ -20,22 +19,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from moe_runtime import __version__
-from moe_runtime.cli_peers import NEGATIVES, UNSUPPORTED
+from moe_runtime.cli_flags import (
+    Given,
+    base_type,
+    convert,
+    help_text,
+    negative_flags,
+    put,
+    settings_of,
+    spellings_of,
+    why_unknown,
+    with_hyphens,
+)
 from moe_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 C = TypeVar("C")
 HELP_WIDTH = 80
-
-
-@dataclass(frozen=True)
-class Given:
-    """A value for one setting and the spelling it was given under."""
-
-    value: Any
-    spelling: str
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class FlagParser(argparse.ArgumentParser):
             add_help=False,
         )
         self.config_classes = tuple(configs)
-        self.settings = _settings_of(configs)
-        self.spellings = {s: name for name, f in self.settings.items() for s in _spellings(f)}
+        self.settings = settings_of(configs)
+        self.spellings = {s: name for name, f in self.settings.items() for s in spellings_of(f)}
 
     def error(self, message: str) -> NoReturn:
         """Instead of leaving the process, as argparse would."""
@@ -76,7 +78,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_arguments(self, argv: Sequence[str]) -> Arguments:
         """Raises ConfigError on anything that is not understood. Leaves the process on --help and --version."""
-        arguments = [_with_hyphens(a) for a in argv]
+        arguments = [with_hyphens(a) for a in argv]
         try:
             namespace, unknown = self.parse_known_args(arguments)
         except ConfigError:
@@ -151,31 +153,19 @@ def from_keywords(kind: type[C], values: Mapping[str, Any]) -> C:
 
     Raises ConfigError on one that does not exist (why not, if it is a well-known one), and on one setting given twice.
     """
-    settings = _settings_of((kind,))
-    names = {s[2:].replace("-", "_"): name for name, f in settings.items() for s in _spellings(f)}
+    settings = settings_of((kind,))
+    names = {s[2:].replace("-", "_"): name for name, f in settings.items() for s in spellings_of(f)}
     given: dict[str, Given] = {}
     for key, value in values.items():
         if key not in names:
             raise ConfigError(why_unknown(key, names, "argument"))
         f = settings[names[key]]
-        if f"--{key.replace('_', '-')}" in _negative_flags(f):
+        if f"--{key.replace('_', '-')}" in negative_flags(f):
             if not isinstance(value, bool):
                 raise ConfigError(f"{key}={value!r}: must be True or False")
             value = not value
-        _put(given, f.name, Given(value, key))
+        put(given, f.name, Given(value, key))
     return kind(**{name: g.value for name, g in given.items()})
-
-
-def why_unknown(flag: str, flags: Iterable[str], what: str = "flag") -> str:
-    """The message for a flag that is not understood: why it is not, if it is a well-known one, and the nearest that is."""
-    # vLLM also writes the keys of a JSON setting with dots: --eplb-config.window_size.
-    bare = flag.lstrip("-").replace("_", "-").partition(".")[0]
-    for name in (bare, bare.removeprefix("no-")):
-        if name in UNSUPPORTED:
-            return f"{flag}: {UNSUPPORTED[name]}"
-    near = difflib.get_close_matches(flag, list(flags), n=1, cutoff=0.5)
-    hint = f"; the nearest valid one is {near[0]}" if near else ""
-    return f"unknown {what} {flag}{hint}"
 
 
 def read_settings_file(parser: FlagParser, path: Path) -> dict[str, Given]:
@@ -201,11 +191,11 @@ def read_settings_file(parser: FlagParser, path: Path) -> dict[str, Given]:
             raise ConfigError(f"--config {path}: {why_unknown(spelling, parser.spellings)}")
         if value is None and "None" not in str(parser.settings[name].type):
             raise ConfigError(f"--config {path}: {key} has no value; leave it out for the default")
-        if spelling in _negative_flags(parser.settings[name]):
+        if spelling in negative_flags(parser.settings[name]):
             if not isinstance(value, bool):
                 raise ConfigError(f"--config {path}: {key}={value!r}: must be true or false")
             value = not value
-        _put(given, name, Given(value, f"{key} in {path}"))
+        put(given, name, Given(value, f"{key} in {path}"))
     return given
 
 
@@ -218,65 +208,13 @@ def _load_yaml(text: str) -> Any:
         raise ValueError(error) from error
 
 
-def _with_hyphens(argument: str) -> str:
-    """`--max_model_len=5` as `--max-model-len=5`; values are left alone."""
-    if not argument.startswith("--"):
-        return argument
-    flag, equals, value = argument.partition("=")
-    return flag.replace("_", "-") + equals + value
-
-
-def _settings_of(configs: Sequence[type]) -> dict[str, dataclasses.Field[Any]]:
-    return {f.name: f for kind in configs for f in dataclasses.fields(kind)}
-
-
-def _base_type(f: dataclasses.Field[Any]) -> str:
-    return str(f.type).replace(" | None", "")
-
-
-def _positive_flags(f: dataclasses.Field[Any]) -> list[str]:
-    return [f"--{name.replace('_', '-')}" for name in (f.name, *f.metadata["aliases"])]
-
-
-def _negative_flags(f: dataclasses.Field[Any]) -> list[str]:
-    if _base_type(f) != "bool":
-        return []
-    return [flag.replace("--", "--no-", 1) for flag in _positive_flags(f)] + [
-        f"--{negative}" for negative in NEGATIVES.get(f.name, ())
-    ]
-
-
-def _spellings(f: dataclasses.Field[Any]) -> list[str]:
-    return _positive_flags(f) + _negative_flags(f)
-
-
-def _put(given: dict[str, Given], name: str, new: Given) -> None:
-    old = given.get(name)
-    if old is not None and old.value != new.value:
-        raise ConfigError(
-            f"{old.spelling} gives {old.value} and {new.spelling} gives {new.value}: they are one setting"
-        )
-    given[name] = new
-
-
-def _convert(f: dataclasses.Field[Any], spelling: str, text: str) -> Any:
-    kind = _base_type(f)
-    if kind == "str":
-        return text
-    try:
-        return {"int": int, "float": float}[kind](text)
-    except ValueError:
-        what = "an integer" if kind == "int" else "a number"
-        raise ConfigError(f"{spelling} {text}: must be {what}") from None
-
-
 class _Setting(argparse.Action):
     """Notes a value under the field's name, and refuses a second, different one."""
 
     def __init__(self, field: dataclasses.Field[Any], **options: Any) -> None:
         super().__init__(**{"default": argparse.SUPPRESS} | options)
         self.field = field
-        self.negatives = frozenset(_negative_flags(field))
+        self.negatives = frozenset(negative_flags(field))
 
     def __call__(
         self,
@@ -293,34 +231,20 @@ class _Setting(argparse.Action):
         elif values is None or values is argparse.SUPPRESS:
             return  # an optional positional that was not given
         else:
-            value = _convert(self.field, spelling, values)
+            value = convert(self.field, spelling, values)
         given = namespace.__dict__.setdefault("settings", {})
-        _put(given, self.field.name, Given(value, spelling))
+        put(given, self.field.name, Given(value, spelling))
 
 
 _METAVARS = {"int": "N", "float": "X", "str": "TEXT"}
 
 
 def _add_setting(group: Any, f: dataclasses.Field[Any]) -> None:
-    kind, choices = _base_type(f), f.metadata["choices"]
+    kind, choices = base_type(f), f.metadata["choices"]
     options: dict[str, Any] = {"nargs": 0} if kind == "bool" else {}
     if kind != "bool":
         options["metavar"] = "{" + ",".join(choices) + "}" if choices else _METAVARS[kind]
-    group.add_argument(*_spellings(f), action=_Setting, field=f, dest=f.name, help=_help(f), **options)
-
-
-def _help(f: dataclasses.Field[Any]) -> str:
-    """Help text with the default and the other spellings."""
-    notes = []
-    if f.default is not None and "default:" not in f.metadata["help"]:
-        words = {"True": "on", "False": "off", "": "empty"}
-        notes.append(f"default: {words.get(str(f.default), f.default)}")
-    if aliases := _positive_flags(f)[1:]:
-        notes.append(f"also {', '.join(aliases)}")
-    if negatives := NEGATIVES.get(f.name):
-        notes.append(f"off also by {', '.join(f'--{n}' for n in negatives)}")
-    text = str(f.metadata["help"]) + (f" ({'; '.join(notes)})" if notes else "")
-    return text.replace("%", "%%")
+    group.add_argument(*spellings_of(f), action=_Setting, field=f, dest=f.name, help=help_text(f), **options)
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

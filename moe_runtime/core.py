@@ -101,6 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is taken rather than one drawn."""
         return self.temperature == 0.0
 
 
@@ -138,6 +139,8 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class SequenceStatus(enum.Enum):
+    """Where the scheduler has it; a preempted sequence waits again."""
+
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -182,6 +185,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
+        """Of prompt and output."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
@@ -198,6 +202,11 @@ class ScheduledSequence:
         """Whether this step reaches the last known token, so that the next one is sampled."""
         return self.start + self.num_new_tokens == self.sequence.num_tokens
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is one token behind the prompt, as in every step once the prompt is computed."""
+        return self.num_new_tokens == 1 and self.start >= len(self.sequence.prompt_token_ids)
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -210,6 +219,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
+        """New tokens of all sequences: T."""
         return sum(s.num_new_tokens for s in self.scheduled)
 
 
@@ -240,6 +250,7 @@ class ForwardBatch:
 
     @property
     def num_tokens(self) -> int:
+        """T."""
         return int(self.input_ids_T.shape[0])
 
 
@@ -264,10 +275,12 @@ class LayerPlacement:
 
     @property
     def num_ranks(self) -> int:
+        """N."""
         return int(self.slot_to_expert_Np.shape[0])
 
     @property
     def slots_per_rank(self) -> int:
+        """p."""
         return int(self.slot_to_expert_Np.shape[1])
 
 

@@ -51,6 +51,7 @@ class Topology:
 
     @property
     def single_host(self) -> bool:
+        """Whether all ranks are on this host."""
         return all(self.peer_pids)
 
     @property

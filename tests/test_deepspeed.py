@@ -13,9 +13,9 @@ from moe_runtime import LLM, SamplingParams
 from moe_runtime.models.registry import load_spec
 from moe_runtime.tools.import_deepspeed import main
 from moe_runtime.weights.loader import load_weights
-from tests.helpers.deepspeed_install import deepspeed_folder
 from tests.helpers.deepspeed_ranks import autoep_logprobs, train_and_save
 from tests.helpers.parity import MAX_LOGPROB_ERROR, check_greedy
+from tests.helpers.python_packages import deepspeed_folder
 from tests.helpers.run_decoder import logprobs_with_cpu_experts
 from tests.helpers.spawn import run_ranks
 from tests.helpers.tiny_models import make_tiny, tiny_config

@@ -51,6 +51,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class DeterministicPlan:
+    """Of one step, for all layers."""
+
     slot_mapping_T: torch.Tensor
     passes: dict[tuple[int | None, int], tuple[Pass, ...]]
     """By (sliding window, r)."""

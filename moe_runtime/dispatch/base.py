@@ -16,13 +16,17 @@ from moe_runtime.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from moe_runtime.dispatch.rows import Traffic
+
 T_co = TypeVar("T_co", covariant=True)
 
 
 class Pending(Protocol[T_co]):
     """A result under way; `wait()` blocks the host (CPU) or the stream (GPU) and may be called once."""
 
-    def wait(self) -> T_co: ...
+    def wait(self) -> T_co:
+        """The result. Raises LockstepError if a peer is dead or late."""
+        ...
 
 
 V = TypeVar("V")
@@ -35,6 +39,7 @@ class Done(Generic[V]):
     value: V
 
     def wait(self) -> V:
+        """The value, at once."""
         return self.value
 
 
@@ -45,6 +50,7 @@ class Deferred(Generic[V]):
     finish: Callable[[], V]
 
     def wait(self) -> V:
+        """What `finish` returns; raises what it raises."""
         return self.finish()
 
 
@@ -69,6 +75,11 @@ class Dispatcher(Protocol):
 
     name: str
 
+    @property
+    def traffic(self) -> Traffic:
+        """What has been moved since it was made; how much of it is counted where the host reads nothing, it says itself."""
+        ...
+
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Pending[ExpertBatch]:
         """Send the rows of x_TD (contiguous) to the ranks named in the plan."""
         ...
@@ -77,7 +88,9 @@ class Dispatcher(Protocol):
         """Return y's expert rows to their tokens: out_TD = sum over k of weight * row. See contract 4 for the order."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of memory, files and connections. See contract 10."""
+        ...
 
 
 def sums_per_rank(combine: str) -> bool:

@@ -21,6 +21,7 @@ from moe_runtime.quantization import FP8, GROUP, dequantize_rows, quantize_rows
 if TYPE_CHECKING:
     from moe_runtime.core import DispatchPlan, ExpertBatch
     from moe_runtime.dispatch.base import Dispatcher, Pending
+    from moe_runtime.dispatch.rows import Traffic
 
 
 def _scales_at(hidden_size: int) -> int:
@@ -54,6 +55,11 @@ class Fp8Payload:
     def __init__(self, inner: Dispatcher) -> None:
         self.name = f"{inner.name}, fp8 payload"
         self.inner = inner
+
+    @property
+    def traffic(self) -> Traffic:
+        """The wrapped dispatcher's."""
+        return self.inner.traffic
 
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Pending[ExpertBatch]:
         """As the wrapped dispatcher's. The batch's tokens have the dtype of x_TD, rounded through FP8."""

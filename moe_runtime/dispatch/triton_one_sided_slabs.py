@@ -100,10 +100,12 @@ class SlabLayout:
 
     @property
     def headers_at(self) -> int:
+        """Where the headers begin, 16 bytes for each rank and parity."""
         return _align(8 * self.num_ranks)
 
     @property
     def rows_at(self) -> int:
+        """Where the even half begins, with the rows of rank 0."""
         return _align(self.headers_at + 2 * self.num_ranks * 16)
 
     @property
@@ -113,6 +115,7 @@ class SlabLayout:
 
     @property
     def records_at(self) -> int:
+        """Where the records of rank 0 begin in the even half."""
         return self.rows_at + self.num_ranks * self.rows_bytes
 
     @property
@@ -122,10 +125,12 @@ class SlabLayout:
 
     @property
     def returns_at(self) -> int:
+        """Where the rows that combine returns begin in the even half."""
         return self.records_at + self.num_ranks * self.records_bytes
 
     @property
     def returns_bytes(self) -> int:
+        """For an expert row for each (token, k) of a round."""
         return _align(self.capacity * self.topk * self.row_bytes)
 
     @property
@@ -145,6 +150,7 @@ class SlabLayout:
 
     @property
     def segment_bytes(self) -> int:
+        """Of everything, the outbox included."""
         if self.networked:
             return self.outbox_headers_at + _align(16 * self.num_ranks)
         return self.rows_at + 2 * self.parity_bytes

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
 import random
 import uuid
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from moe_runtime.config import EngineConfig, replace
 from moe_runtime.core import SamplingParams
 from moe_runtime.engine.frontend_link import FrontendLink
-from moe_runtime.engine.in_flight import InFlight, InFlightSequence
-from moe_runtime.engine.messages import (
-    Abort,
-    Failed,
-    RankStats,
-    Ready,
-    ResetPrefixCache,
-    SequenceUpdate,
-    StepOutput,
-    Stop,
-)
-from moe_runtime.engine.outputs import CompletionDelta, RequestOutput
+from moe_runtime.engine.messages import Profiled, RankStats, Ready, ResetPrefixCache
+from moe_runtime.engine.outputs import CompletionDelta, DumpedRecord, ProfileResult, RequestOutput
 from moe_runtime.engine.rank_chooser import RankChooser
+from moe_runtime.engine.rank_client import RankClient
 from moe_runtime.engine.ranks import WORKER, LocalRanks
 from moe_runtime.engine.requests import (
     CheckedRequest,
@@ -35,19 +26,15 @@ from moe_runtime.engine.requests import (
     read_generation_defaults,
 )
 from moe_runtime.engine.startup import StartupDisplay, wait_until_ready
-from moe_runtime.engine.streams import CompletionStream, OutputBuilder, RequestStream
+from moe_runtime.engine.streams import OutputBuilder, RequestStream
 from moe_runtime.engine.tokenizer import Tokenizer, load_tokenizer
-from moe_runtime.errors import EngineDeadError, LockstepError, OverloadedError, RequestError
+from moe_runtime.errors import CapacityError, EngineDeadError, OverloadedError, RequestError
+from moe_runtime.placement.balancedness import BalanceWatch
+from moe_runtime.profiling.joined import joined_events, summarize
+from moe_runtime.profiling.trace import write_trace
 from moe_runtime.weights.demo_model import resolve_model
 
-logger = logging.getLogger(__name__)
-
-_LAST_WORDS_S = 0.3
-"""A dying rank's reason may arrive after its death is noticed; streams get the better of the two."""
-_LEAVE_S = 10.0
-"""Ranks told to stop finish their step and free what they hold; then they are killed."""
-_LEAVE_DEAD_S = 2.0
-"""Ranks leave by themselves when a peer has died."""
+MAX_PROFILE_STEPS = 1000
 _LONG_TEXT = 4096
 """Characters from which a prompt is tokenized beside the event loop."""
 
@@ -80,22 +67,16 @@ class AsyncLLM:
         self.eos_token_ids = defaults.eos_token_ids
         self.default_sampling: dict[str, Any] = defaults.sampling
         """Arguments for SamplingParams that the model's generation_config.json sets."""
-        self._link = link
         self._ranks = ranks
         self._chooser = RankChooser(
             len(ready), config.max_num_seqs, config.max_queued_requests if limit_queue else None
         )
         self._seeds = random.Random(config.seed)
-        self._numbers = itertools.count()
-        self._in_flight = InFlight(self._chooser)
-        self._loop = asyncio.get_running_loop()
-        self._dead: asyncio.Future[EngineDeadError] = self._loop.create_future()
-        self._failures: dict[int | None, EngineDeadError] = {}
-        """What ranks have failed with."""
         self._draining = False
         self._closing: asyncio.Task[None] | None = None
-        link.dead.add_done_callback(self._on_death)
-        self._receiver = self._loop.create_task(self._receive())
+        self._client = RankClient(link, self._chooser)
+        self._profile: asyncio.Task[list[Profiled]] | None = None
+        """The trace under way, or over and not asked for yet."""
 
     @classmethod
     async def from_config(
@@ -166,16 +147,16 @@ class AsyncLLM:
     @property
     def dead(self) -> EngineDeadError | None:
         """Why nothing can be served any more, once that is so."""
-        return self._dead.result() if self._dead.done() else None
+        return self._client.dead
 
     @property
     def num_unfinished(self) -> int:
         """Requests being served."""
-        return len(self._in_flight.request_ids)
+        return len(self._client.in_flight.request_ids)
 
     async def wait_dead(self) -> EngineDeadError:
         """Returns when the ranks have gone, with the reason."""
-        return await asyncio.shield(self._dead)
+        return await self._client.wait_dead()
 
     async def stream(
         self,
@@ -193,7 +174,7 @@ class AsyncLLM:
             async for delta in request:
                 yield delta
         finally:
-            self._abandon(request)
+            self._client.abandon(request)
 
     async def generate(
         self,
@@ -210,7 +191,7 @@ class AsyncLLM:
                 builder.add(delta)
                 yield builder.snapshot()
         finally:
-            self._abandon(request)
+            self._client.abandon(request)
 
     async def complete(
         self,
@@ -226,7 +207,7 @@ class AsyncLLM:
             async for delta in request:
                 builder.add(delta)
         finally:
-            self._abandon(request)
+            self._client.abandon(request)
         return builder.output
 
     async def check(self, prompt: Prompt, params: SamplingParams) -> CheckedRequest:
@@ -242,146 +223,108 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request: its unfinished completions get the finish_reason `abort`. Unknown ids are ignored."""
-        for sequence in self._in_flight.of_request(request_id):
-            sequence.request.put(sequence.completion.abort())
-            self._drop(sequence)
+        self._client.abort(request_id)
 
     async def reset_prefix_cache(self) -> None:
         """Tell all ranks to drop the cached blocks that no running sequence uses."""
-        self._raise_if_dead()
-        self._link.send_tick({rank: [ResetPrefixCache()] for rank in range(len(self.ready))})
+        self._client.raise_if_dead()
+        self._client.tell_all(ResetPrefixCache())
+
+    @property
+    def balance(self) -> BalanceWatch:
+        """How evenly the ranks' experts are loaded."""
+        return self._client.balance
+
+    async def start_expert_distribution_record(self) -> None:
+        """Forget the expert loads recorded so far and record from now on. (Recording is on from the start.)"""
+        await self._client.record("start")
+
+    async def stop_expert_distribution_record(self) -> None:
+        """Record no more; what was recorded can still be written."""
+        await self._client.record("stop")
+
+    async def dump_expert_distribution_record(self, folder: str | Path | None = None) -> DumpedRecord:
+        """Write what was recorded since the start; the ranks write, each on its own host.
+
+        By default into a new folder inside `expert_distribution_dir`. Raises CapacityError if a rank cannot write.
+        """
+        if folder is None:
+            stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
+            folder = Path(self.config.expert_distribution_dir) / stamp
+        folder = Path(folder).resolve()
+        answers = await self._client.record("dump", str(folder), Path(self.config.model).name)
+        return DumpedRecord(folder, answers[0].num_windows, answers[0].num_steps)
+
+    async def start_profile(self, num_steps: int = 20) -> None:
+        """Trace the next `num_steps` steps of all ranks, 1 to MAX_PROFILE_STEPS. Raises RequestError if a trace is under way."""
+        if not 1 <= num_steps <= MAX_PROFILE_STEPS:
+            raise RequestError(f"num_steps={num_steps}: must be from 1 to {MAX_PROFILE_STEPS}", "num_steps")
+        if self._profile is not None and not self._profile.done():
+            raise RequestError("a trace is under way; end it with stop_profile", None)
+        self._client.raise_if_dead()
+        self._profile = asyncio.create_task(self._client.profile(num_steps))
+        # Nobody may ever ask for it.
+        self._profile.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def stop_profile(self, file: str | Path | None = None) -> ProfileResult:
+        """End the trace, unless its steps are over, and write it for https://ui.perfetto.dev: all ranks in one file.
+
+        By default a new file in `trace_dir`. Raises RequestError if no trace was started, CapacityError if it cannot be written.
+        """
+        if self._profile is None:
+            raise RequestError("no trace was started; call start_profile first", None)
+        profile = self._profile
+        if not profile.done():
+            self._client.end_profile()
+        spans = {told.rank: told.spans for told in await profile}
+        self._profile = None
+        if file is None:
+            file = Path(self.config.trace_dir) / f"trace-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}.json"
+        file = Path(file).resolve()
+        distant = [ready.rank for ready in self.ready if not ready.pid]
+        summary = summarize(spans)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            await asyncio.to_thread(write_trace, file, joined_events(spans, distant))
+        except OSError as error:
+            raise CapacityError(f"the trace cannot be written: {file}: {error.strerror}") from error
+        return ProfileResult(file, summary)
 
     async def drain(self, timeout: float) -> bool:
         """Refuse new requests and let those running finish; after `timeout` seconds abort them. Whether all finished."""
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
-                await self._in_flight.idle.wait()
+                await self._client.in_flight.idle.wait()
             return True
         except TimeoutError:
-            for request_id in self._in_flight.request_ids:
+            for request_id in self._client.in_flight.request_ids:
                 await self.abort(request_id)
             return False
 
     async def close(self) -> None:
         """Stop the ranks and wait until they have left. Streams still open raise EngineDeadError."""
         if self._closing is None:
-            self._closing = self._loop.create_task(self._close())
+            self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        was_dead = self._dead.done()
-        if not was_dead:
-            self._link.send_tick({rank: [Stop()] for rank in range(len(self.ready))})
-            self._link.flush()
-        self._set_dead(EngineDeadError("the engine has been closed"))
-        await self._link.wait_exits(_LEAVE_DEAD_S if was_dead else _LEAVE_S)
-        # One that is stuck, or stopped, would stay.
-        self._link.kill()
+        await self._client.stop()
         if self._ranks is not None:
             self._ranks.kill()
-        self._receiver.cancel()
-        await asyncio.gather(self._receiver, return_exceptions=True)
-        self._link.close()
+        await self._client.close()
 
     async def _submit(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, rank: int | None
     ) -> RequestStream:
-        self._raise_if_dead()
+        self._client.raise_if_dead()
         checked = await self.check(prompt, params)
-        self._raise_if_dead()
+        self._client.raise_if_dead()
         if self._draining:
             raise OverloadedError("shutting down; no new requests are taken")
         request_id = request_id or uuid.uuid4().hex
-        if self._in_flight.of_request(request_id):
+        if self._client.in_flight.of_request(request_id):
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request", "request_id")
-        return self._send(checked, request_id, self._chooser.choose(rank))
-
-    def _send(self, checked: CheckedRequest, request_id: str, rank: int) -> RequestStream:
-        params, ids = checked.params, checked.prompt_token_ids
-        stream = RequestStream(request_id, checked.prompt, ids, params.n)
-        eos_ids = [] if params.ignore_eos else self.eos_token_ids
-        stop_ids = frozenset([*eos_ids, *(params.stop_token_ids or [])])
-        tokenizer = self.tokenizer if params.detokenize else None
-        commands = []
-        for index in range(params.n):
-            # Never used again, so that late news of an aborted sequence cannot reach another.
-            sequence_id = f"{request_id}#{next(self._numbers)}"
-            load = checked.max_output_tokens + (len(ids) if index == 0 else 0)
-            completion = CompletionStream(index, ids, params, stop_ids, tokenizer)
-            self._in_flight.add(InFlightSequence(sequence_id, rank, stream, completion, load))
-            commands.append(checked.submission(index, sequence_id, eos_ids))
-        self._link.send_tick({rank: commands})
-        return stream
-
-    def _abandon(self, request: RequestStream) -> None:
-        """Forget what is unfinished of a request that nobody reads any more."""
-        for sequence in self._in_flight.of_request(request.request_id):
-            # The id may have been taken by a new request since this one finished.
-            if sequence.request is request:
-                self._drop(sequence)
-
-    def _drop(self, sequence: InFlightSequence) -> None:
-        self._in_flight.remove(sequence)
-        self._link.send_tick({sequence.rank: [Abort(sequence.sequence_id)]})
-
-    async def _receive(self) -> None:
-        try:
-            while True:
-                message = await self._link.recv()
-                if isinstance(message, StepOutput):
-                    self._chooser.stats[message.rank] = message.stats
-                    for news in message.updates:
-                        self._on_news(news)
-                elif isinstance(message, Failed):
-                    self._on_failure(message)
-        except Exception as exc:
-            logger.exception("the front-end cannot go on")
-            self._set_dead(EngineDeadError(f"the front-end failed: {exc}"))
-
-    def _on_news(self, news: SequenceUpdate) -> None:
-        sequence = self._in_flight.get(news.request_id)
-        if sequence is None:
-            return
-        if news.finish_reason == "error":
-            error = RequestError(news.error or "the rank refused the request", news.error_param)
-            sequence.request.fail(error)
-            self._abandon(sequence.request)
-            return
-        delta = sequence.completion.update(news)
-        sequence.request.put(delta)
-        self._in_flight.credit(sequence, delta)
-        if news.finish_reason is not None:
-            self._in_flight.remove(sequence)
-        elif delta.finish_reason is not None:
-            # A stop string: the rank, which knows no text, would go on.
-            self._drop(sequence)
-
-    def _on_failure(self, failed: Failed) -> None:
-        error = EngineDeadError(f"rank {failed.rank} failed: {failed.kind}: {failed.message}")
-        self._failures[failed.rank] = error
-        # One that lost a peer reports a consequence; whoever is the cause may still be heard of.
-        if failed.kind == LockstepError.__name__:
-            self._loop.call_later(2 * _LAST_WORDS_S, self._set_dead, error)
-        else:
-            self._set_dead(error)
-
-    def _on_death(self, dead: asyncio.Future[EngineDeadError]) -> None:
-        if not dead.cancelled():
-            self._loop.call_later(_LAST_WORDS_S, self._on_death_settled, dead.result())
-
-    def _on_death_settled(self, error: EngineDeadError) -> None:
-        """The first rank to go may have said why."""
-        self._set_dead(self._failures.get(self._link.dead_rank, error))
-
-    def _set_dead(self, error: EngineDeadError) -> None:
-        if self._dead.done():
-            return
-        self._dead.set_result(error)
-        for sequence in self._in_flight.all():
-            sequence.request.fail(error)
-            self._in_flight.remove(sequence)
-
-    def _raise_if_dead(self) -> None:
-        if self._dead.done():
-            raise EngineDeadError(str(self._dead.result()))
+        eos_ids = [] if checked.params.ignore_eos else self.eos_token_ids
+        tokenizer = self.tokenizer if checked.params.detokenize else None
+        return self._client.send(checked, request_id, self._chooser.choose(rank), eos_ids, tokenizer)

@@ -39,6 +39,7 @@ class InFlight:
         return list(self._by_request)
 
     def get(self, sequence_id: str) -> InFlightSequence | None:
+        """The sequence, or None if it has ended or never was."""
         return self._by_id.get(sequence_id)
 
     def of_request(self, request_id: str) -> list[InFlightSequence]:
@@ -46,9 +47,11 @@ class InFlight:
         return list(self._by_request.get(request_id, []))
 
     def all(self) -> list[InFlightSequence]:
+        """A copy: sequences may be removed while it is read."""
         return list(self._by_id.values())
 
     def add(self, sequence: InFlightSequence) -> None:
+        """Take a new sequence in, and put its load on its rank's."""
         self._by_id[sequence.sequence_id] = sequence
         self._by_request.setdefault(sequence.request.request_id, []).append(sequence)
         self.idle.clear()
@@ -57,6 +60,7 @@ class InFlight:
         load.num_tokens += sequence.load
 
     def remove(self, sequence: InFlightSequence) -> None:
+        """Forget a sequence, and take what is left of its load off its rank's."""
         del self._by_id[sequence.sequence_id]
         siblings = self._by_request[sequence.request.request_id]
         siblings.remove(sequence)

@@ -41,6 +41,7 @@ class RankLink:
         self.last_tick = 0
 
     def send(self, message: RankMessage) -> None:
+        """Send a message to the front-end; does not wait."""
         self._socket.send(self._encoder.encode(message))
 
     def drain(self) -> list[Tick]:
@@ -71,6 +72,7 @@ class RankLink:
         return ticks
 
     def close(self) -> None:
+        """Leave; what was sent last gets two seconds to go out."""
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close()

@@ -58,6 +58,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
+        """Sequences admitted and not finished."""
         return len(self._running)
 
     @property

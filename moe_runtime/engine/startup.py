@@ -114,6 +114,7 @@ class StartupDisplay:
             self._bar.stop()
 
     def update(self, progress: Progress) -> None:
+        """Show a rank's news if the slowest rank's stage has changed."""
         self._progress[progress.rank] = progress
         slowest = min(self._progress.values(), key=lambda p: p.fraction)
         line = f"{self._num_ranks} {'rank' if self._num_ranks == 1 else 'ranks'}: {slowest.stage}"

@@ -130,6 +130,7 @@ class RequestStream:
         self._news = asyncio.Event()
 
     def put(self, delta: CompletionDelta) -> None:
+        """Give the reader a delta; never waits."""
         before = self._deltas.get(delta.index)
         self._deltas[delta.index] = delta if before is None else _join(before, delta)
         self._num_unfinished -= delta.finish_reason is not None
@@ -175,6 +176,7 @@ class OutputBuilder:
         )
 
     def add(self, delta: CompletionDelta) -> None:
+        """Append a delta to its completion."""
         completion = self.output.outputs[delta.index]
         completion.text += delta.text
         completion.token_ids.extend(delta.token_ids)

@@ -121,14 +121,17 @@ class WeightRule:
 
     @property
     def per_layer(self) -> bool:
+        """Whether there is a tensor for each of `layers`."""
         return "{layer}" in self.source
 
     @property
     def per_expert(self) -> bool:
+        """Whether there is a tensor for each expert."""
         return "{expert}" in self.source
 
     @property
     def num_rows(self) -> int:
+        """Rows that a tensor, or each expert of a stacked one, fills."""
         return self.shape[1] if self.stacked else self.shape[0]
 
 
@@ -157,7 +160,9 @@ class ModelAdapter(Protocol):
         """Raises ConfigError naming the field that cannot be honoured."""
         ...
 
-    def rules(self, spec: ModelSpec) -> WeightRules: ...
+    def rules(self, spec: ModelSpec) -> WeightRules:
+        """Where the tensors of a checkpoint of that model belong."""
+        ...
 
 
 def refuse_unsupported(config: Any, fields: ConfigFields, architecture: str) -> None:

@@ -137,6 +137,7 @@ class ModelSpec:
 
     @property
     def num_moe_layers(self) -> int:
+        """Layers with experts."""
         return len(self.moe_layers)
 
     def routing_method(self) -> RoutingMethod:

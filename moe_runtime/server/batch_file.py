@@ -143,6 +143,7 @@ class AnswerFile:
         self._close()
 
     def is_done(self, line: BatchRequest | BadLine) -> bool:
+        """Whether an earlier run has answered the line."""
         if isinstance(line, BatchRequest):
             return line.custom_id in self.done_ids
         return line.number in self.done_lines

@@ -16,7 +16,8 @@ from moe_runtime.core import SamplingParams
 from moe_runtime.engine.outputs import CompletionDelta, CompletionOutput, RequestOutput
 from moe_runtime.server.collect import UsageCounter
 from moe_runtime.server.context import ModelContext, new_id
-from moe_runtime.server.protocol import CompletionRequest, parse
+from moe_runtime.server.parsing import parse
+from moe_runtime.server.protocol import CompletionRequest
 from moe_runtime.server.responses import Completion, CompletionChoice, Usage
 from moe_runtime.server.token_text import CompletionLogprobsWriter
 

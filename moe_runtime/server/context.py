@@ -12,8 +12,9 @@ from typing import Any
 from moe_runtime.core import SamplingParams
 from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.errors import PromptTooLongError
+from moe_runtime.server.chat_messages import ChatMessage
 from moe_runtime.server.errors import ApiError, invalid
-from moe_runtime.server.protocol import ChatMessage, DetokenizeRequest, TokenizeRequest
+from moe_runtime.server.protocol import DetokenizeRequest, TokenizeRequest
 from moe_runtime.server.responses import ModelCard, Text, Tokens
 from moe_runtime.server.token_text import TokenTexts
 
@@ -50,10 +51,12 @@ class ModelContext:
 
     @cached_property
     def texts(self) -> TokenTexts:
+        """What single tokens look like, for logprobs."""
         return TokenTexts(self.tokenizer)
 
     @property
     def card(self) -> ModelCard:
+        """The model's entry in /v1/models."""
         return ModelCard(self.name, self.created, self.root, self.max_model_len)
 
     def check_model(self, name: str | None) -> None:
@@ -71,6 +74,7 @@ class ModelContext:
         return self._need_tokenizer().encode(text, add_special_tokens, self.max_model_len)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Token ids as text. Raises ApiError without a tokenizer."""
         return self._need_tokenizer().decode(ids, skip_special_tokens=skip_special_tokens)
 
     def render(

@@ -48,6 +48,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},

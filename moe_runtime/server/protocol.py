@@ -1,21 +1,22 @@
 """The requests of the OpenAI API as this server takes them. Nothing here knows about HTTP.
 
-`parse(Model, data)` checks a decoded JSON object and raises ApiError naming the field. Extensions to OpenAI's fields are
+`parsing.parse(Model, data)` checks a decoded JSON object and raises ApiError naming the field. Extensions to OpenAI's fields are
 named as vLLM and SGLang name them. What is known but not supported is listed in fields.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from moe_runtime.core import SamplingParams
-from moe_runtime.engine.tokenizer import join_content
 from moe_runtime.errors import RequestError
+from moe_runtime.server.chat_messages import ChatMessage, TemplatedRequest
 from moe_runtime.server.errors import ApiError, invalid
-from moe_runtime.server.fields import check_fields, drop_unread
+from moe_runtime.server.fields import check_fields
+from moe_runtime.server.parsing import FieldError, Request
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` of /v1/completions."""
@@ -23,58 +24,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """What a model's generation_config.json may set for requests that say nothing."""
 
-R = TypeVar("R", bound="Request")
 Prompt = str | list[int]
-
-
-class Request(BaseModel):
-    """Base of all requests: strict types (no "5" for 5), immutable."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-    model: str | None = Field(None, description="The served model's name; may be left out")
-
-
-def parse(model: type[R], data: Any) -> R:
-    """Check a decoded JSON value. Raises ApiError 400 (or 501 for a missing feature) naming the first wrong field."""
-    if not isinstance(data, Mapping):
-        raise invalid(f"the request must be a JSON object, not {type(data).__name__}")
-    known = model.model_fields.keys()
-    check_fields(data, known)
-    try:
-        return model.model_validate(drop_unread(data, known))
-    except ValidationError as exc:
-        raise _from_validation(exc) from None
-
-
-def _from_validation(exc: ValidationError) -> ApiError:
-    error = exc.errors(include_url=False)[0]
-    cause = error.get("ctx", {}).get("error")
-    if isinstance(cause, _FieldError):
-        return cause.located(error["loc"])
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
-    what = str(cause) if isinstance(cause, ValueError) else error["msg"]
-    if error["type"] == "missing":
-        return invalid(f"missing field `{path}`", path, "missing_required_parameter")
-    got = "" if cause or isinstance(error["input"], dict | list) else f"; got {str(error['input'])[:100]!r}"
-    return invalid(f"`{path}`: {what}{got}" if path else what, path or None)
-
-
-class _FieldError(ValueError):
-    """Carries an ApiError through pydantic, which lets only ValueErrors pass."""
-
-    def __init__(self, error: ApiError) -> None:
-        super().__init__(error.message)
-        self.error = error
-
-    def located(self, path: tuple[int | str, ...]) -> ApiError:
-        """The error, with the message's index put into `messages[]`."""
-        index = next((part for part in path if isinstance(part, int)), None)
-        if index is not None:
-            for name in ("message", "param"):
-                text = getattr(self.error, name)
-                setattr(self.error, name, text and text.replace("messages[]", f"messages[{index}]"))
-        return self.error
 
 
 def _strings(value: Any) -> Any:
@@ -143,21 +93,23 @@ class GenerationRequest(Request):
             try:
                 check_fields(options, StreamOptions.model_fields, "stream_options.")
             except ApiError as exc:
-                raise _FieldError(exc) from None
+                raise FieldError(exc) from None
         return data
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise _FieldError(invalid("`stream_options` needs `stream`: true", "stream_options"))
+            raise FieldError(invalid("`stream_options` needs `stream`: true", "stream_options"))
         return self
 
     @property
     def include_usage(self) -> bool:
+        """Whether the stream ends with a chunk that has the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def continuous_usage(self) -> bool:
+        """Whether every chunk has the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def _sampling(
@@ -173,108 +125,7 @@ class GenerationRequest(Request):
         return SamplingParams(**chosen)
 
 
-def _content(value: Any) -> Any:
-    """A message's content as text; parts of type `text` are joined by newlines."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of content parts")
-    for index, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text":
-            where = f"messages[].content[{index}].type"
-            raise _FieldError(
-                ApiError(501, f"content parts of type {kind!r} are not supported, only 'text'", param=where)
-            )
-    try:
-        return join_content(value)
-    except RequestError as exc:
-        raise ValueError(str(exc)) from None
-
-
-_REPLAYED = ("tool_calls", "function_call", "audio", "refusal", "annotations", "reasoning")
-"""Fields of an answer that clients send back with it; accepted while empty."""
-
-
-class ChatMessage(BaseModel):
-    """One turn. `developer` is what newer models call `system`, and is given to the template as that."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | None, BeforeValidator(_content)] = None
-    name: str | None = None
-    reasoning_content: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_fields(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            raise ValueError("must be an object with `role` and `content`")
-        try:
-            if data.get("role") in ("tool", "function"):
-                raise ApiError(501, "messages of tools are not supported", param="messages[].role")
-            for name in _REPLAYED:
-                if data.get(name):
-                    raise ApiError(501, f"`{name}` in a message is not supported", param=f"messages[].{name}")
-            rest = {k: v for k, v in data.items() if k not in _REPLAYED}
-            check_fields(rest, cls.model_fields, "messages[].")
-        except ApiError as exc:
-            raise _FieldError(exc) from None
-        if rest.get("content") is None and rest.get("role") != "assistant":
-            raise ValueError("`content` is missing")
-        return rest
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates expect it."""
-        role = "system" if self.role == "developer" else self.role
-        extra = {"name": self.name, "reasoning_content": self.reasoning_content}
-        return {
-            "role": role,
-            "content": self.content or "",
-            **{k: v for k, v in extra.items() if v is not None},
-        }
-
-
-class _Templated(Request):
-    """Fields that steer the chat template."""
-
-    add_generation_prompt: bool | None = Field(
-        None, description="Open the assistant's turn; default: unless continue_final_message"
-    )
-    continue_final_message: bool | None = Field(
-        None, description="Go on with the last (assistant) message instead of opening a new one"
-    )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template")
-
-    @property
-    def opens_turn(self) -> bool:
-        """`add_generation_prompt` with its default resolved."""
-        return (
-            not self.continue_final_message
-            if self.add_generation_prompt is None
-            else self.add_generation_prompt
-        )
-
-    def _check_template(self, messages: list[ChatMessage]) -> None:
-        if not messages:
-            raise _FieldError(invalid("`messages` is empty", "messages"))
-        if not self.continue_final_message:
-            return
-        if self.add_generation_prompt:
-            raise _FieldError(
-                invalid(
-                    "add_generation_prompt and continue_final_message exclude one another",
-                    "add_generation_prompt",
-                )
-            )
-        if messages[-1].role != "assistant":
-            raise _FieldError(
-                invalid("continue_final_message needs a last message of the assistant", "messages")
-            )
-
-
-class ChatRequest(_Templated, GenerationRequest):
+class ChatRequest(TemplatedRequest, GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
@@ -284,14 +135,14 @@ class ChatRequest(_Templated, GenerationRequest):
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
-        self._check_template(self.messages)
+        self.check_template(self.messages)
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
-            raise _FieldError(
+            raise FieldError(
                 invalid("max_tokens and max_completion_tokens are the same; give one", "max_tokens")
             )
         if self.top_logprobs and not self.logprobs:
-            raise _FieldError(invalid("`top_logprobs` needs `logprobs`: true", "top_logprobs"))
+            raise FieldError(invalid("`top_logprobs` needs `logprobs`: true", "top_logprobs"))
         return self
 
     def to_sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -338,7 +189,7 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
         if self.echo and self.logprobs is not None:
-            raise _FieldError(
+            raise FieldError(
                 invalid("`echo` with `logprobs` is not supported: prompts have no logprobs here", "echo")
             )
         return self
@@ -349,7 +200,7 @@ class CompletionRequest(GenerationRequest):
         return self._sampling(defaults, limit, self.logprobs)
 
 
-class TokenizeRequest(_Templated):
+class TokenizeRequest(TemplatedRequest):
     """POST /tokenize: either `prompt` or `messages`."""
 
     prompt: str | None = None
@@ -360,9 +211,9 @@ class TokenizeRequest(_Templated):
     @model_validator(mode="after")
     def _check(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise _FieldError(invalid("give either `prompt` or `messages`", "prompt"))
+            raise FieldError(invalid("give either `prompt` or `messages`", "prompt"))
         if self.messages is not None:
-            self._check_template(self.messages)
+            self.check_template(self.messages)
         return self
 
 

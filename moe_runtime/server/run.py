@@ -21,16 +21,29 @@ class Job(Protocol):
     """What chat and plain completions have in common once they are prepared."""
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """The answer's id."""
+
     @property
-    def request(self) -> GenerationRequest: ...
+    def request(self) -> GenerationRequest:
+        """What the client asked for."""
+
     @property
-    def prompts(self) -> list[list[int]]: ...
+    def prompts(self) -> list[list[int]]:
+        """Token ids of each prompt; each becomes a request to the engine."""
+
     @property
-    def params(self) -> SamplingParams: ...
-    def respond(self, outputs: list[RequestOutput]) -> Any: ...
-    def chunks(self, prompt_index: int, delta: CompletionDelta, counter: UsageCounter) -> Iterator[Any]: ...
-    def usage_chunk(self, counter: UsageCounter) -> Any: ...
+    def params(self) -> SamplingParams:
+        """The same for all prompts."""
+
+    def respond(self, outputs: list[RequestOutput]) -> Any:
+        """The answer as one object; an output for each prompt, in their order."""
+
+    def chunks(self, prompt_index: int, delta: CompletionDelta, counter: UsageCounter) -> Iterator[Any]:
+        """A stream's objects for one delta of a prompt."""
+
+    def usage_chunk(self, counter: UsageCounter) -> Any:
+        """A stream's last object, if the client wants usage."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from moe_runtime.server.metrics import ServerMetrics
 
 
 class Phase(enum.Enum):
+    """Where the server is in its life."""
+
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"

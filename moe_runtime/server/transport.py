@@ -50,10 +50,12 @@ def decode_json(body: bytes) -> Any:
 
 
 def json_response(content: Any, status: int = 200) -> Response:
+    """Any msgspec or plain object as JSON."""
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
 def error_response(error: ApiError) -> Response:
+    """The error as the client reads it, with its status and headers."""
     return Response(
         msgspec.json.encode(error.body), error.status, headers=error.headers, media_type="application/json"
     )

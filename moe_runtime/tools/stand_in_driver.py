@@ -74,30 +74,38 @@ class StandInDriver:
 
     @property
     def utils(self) -> StandInDriver:
+        """What loads binaries and knows devices: this object too."""
         return self
 
     def get_current_target(self) -> Any:
+        """What to compile for."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget(self.target.backend, self.target.arch, self.target.warp_size)
 
     def get_current_device(self) -> int:
+        """The only one."""
         return 0
 
     def set_current_device(self, device: int) -> None:
+        """Nothing to do."""
         assert device == 0
 
     def get_current_stream(self, device: int) -> int:
+        """None; nothing is queued."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
+        """Where the tensors of launchers are."""
         return torch.device("cpu")
 
     def get_device_capability(self, device: int = 0) -> tuple[int, int]:
+        """(major, minor) of an NVIDIA target."""
         assert isinstance(self.target.arch, int)
         return divmod(self.target.arch, 10)
 
     def get_device_properties(self, device: int) -> dict[str, Any]:
+        """What Triton asks before it launches."""
         return {
             "max_shared_mem": self.target.shared_memory_bytes,
             "multiprocessor_count": self.target.num_sms,

@@ -49,6 +49,7 @@ class Piece:
 
     @property
     def stop_row(self) -> int:
+        """The row behind its last one."""
         return self.first_row + self.num_rows
 
 

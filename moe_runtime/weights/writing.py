@@ -82,4 +82,5 @@ def write_shards(
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write a value as indented UTF-8. Raises OSError."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +12,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_runtime.core import DispatchPlan
 from moe_runtime.dispatch.base import Dispatcher
 from moe_runtime.dispatch.collective import CollectiveDispatcher
 from moe_runtime.dispatch.heap_shm import SHM_FOLDER, SharedHeap
 from moe_runtime.dispatch.mailbox import LAST_EXCHANGE
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
-from moe_runtime.errors import BackendUnavailable, LockstepError
+from moe_runtime.errors import BackendUnavailable
 from tests.helpers.dispatch_cases import MAX_D, Case, exchange, expect, make_data
 from tests.helpers.dispatch_cases import make as make_case_dispatcher
+from tests.helpers.dispatch_faults import (
+    NEVER,
+    call_until_error,
+    call_with_sleeper,
+    call_with_victim,
+    die,
+    liveness,
+    one_call,
+)
 from tests.helpers.spawn import Died, run_ranks
 
-# Far above what noticing a death may take, far below what a hang would.
-NEVER = 45.0
+# Mostly milliseconds; the bound tells noticing a death from waiting for the step timeout.
 AT_ONCE = 10.0
-
-
-def liveness() -> Callable[[int], bool]:
-    """is_alive over the default group's processes. A pidfd turns readable at death, also of an unreaped child."""
-    pids: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(pids, os.getpid())
-    fds = [os.pidfd_open(pid) for pid in pids]
-
-    def is_alive(rank: int) -> bool:
-        poll = select.poll()
-        poll.register(fds[rank], select.POLLIN)
-        return not poll.poll(0)
-
-    return is_alive
 
 
 def make(kind: str, step_timeout: float) -> Dispatcher:
@@ -61,46 +52,11 @@ def make(kind: str, step_timeout: float) -> Dispatcher:
     )
 
 
-def one_call(dispatcher: Dispatcher, rank: int, num_ranks: int, stop_between: Callable[[], None]) -> None:
-    """A dispatch that sends a token to every rank, then `stop_between`, then the combine."""
-    x = torch.full((num_ranks, 16), float(rank))
-    plan = DispatchPlan(
-        torch.stack([torch.arange(num_ranks), torch.full((num_ranks,), -1)], dim=1),
-        torch.ones(num_ranks, 2),
-        1,
-        num_ranks,
-        rank,
-        num_ranks,
-    )
-    batch = dispatcher.dispatch(x, plan).wait()
-    stop_between()
-    out = dispatcher.combine(batch.tokens_RD[batch.row_index_S], batch, plan).wait()
-    assert torch.equal(out, x)
-
-
-def call_until_error(dispatcher: Dispatcher, rank: int, num_ranks: int) -> tuple[str, float]:
-    """The message of the LockstepError and the seconds that the failing call took."""
-    end = time.monotonic() + NEVER
-    begin = time.monotonic()
-    try:
-        while begin < end:
-            begin = time.monotonic()
-            one_call(dispatcher, rank, num_ranks, lambda: None)
-    except LockstepError as error:
-        return str(error), time.monotonic() - begin
-    return "no error", NEVER
-
-
 def victim_dies(rank: int, num_ranks: int, kind: str, victim: int, inside: bool) -> tuple[str, float]:
     dispatcher = make(kind, NEVER)
     for _ in range(3):
-        one_call(dispatcher, rank, num_ranks, lambda: None)
-    if rank == victim:
-        die = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-        if not inside:
-            die()
-        one_call(dispatcher, rank, num_ranks, die)
-    return call_until_error(dispatcher, rank, num_ranks)
+        one_call(dispatcher, rank, num_ranks)
+    return call_with_victim(dispatcher, rank, num_ranks, victim, inside)
 
 
 @pytest.mark.parametrize("kind", ["collective", "one_sided"])
@@ -111,19 +67,13 @@ def test_a_killed_rank_is_noticed_by_all(kind: str, victim: int, inside: bool) -
     for rank in {0, 1, 2} - {victim}:
         message, seconds = results[rank]
         assert "dead or late" in message or "died" in message
-        # Mostly milliseconds; the bound tells noticing the death from waiting for the step timeout.
         assert seconds < AT_ONCE
         if kind == "one_sided":
             assert f"rank {victim} died" in message
 
 
 def one_is_late(rank: int, num_ranks: int, kind: str) -> str:
-    dispatcher = make(kind, 1.0)
-    one_call(dispatcher, rank, num_ranks, lambda: None)
-    if rank == 1:
-        time.sleep(4.0)
-        return "slept"
-    return call_until_error(dispatcher, rank, num_ranks)[0]
+    return call_with_sleeper(make(kind, 1.0), rank, num_ranks, 4.0)
 
 
 @pytest.mark.parametrize("kind", ["collective", "one_sided"])
@@ -153,8 +103,8 @@ def shared_memory_files() -> set[Path]:
 
 def all_die(rank: int, num_ranks: int) -> None:
     dispatcher = make("one_sided", NEVER)
-    one_call(dispatcher, rank, num_ranks, lambda: None)
-    os.kill(os.getpid(), signal.SIGKILL)
+    one_call(dispatcher, rank, num_ranks)
+    die()
 
 
 def test_no_file_is_left_after_all_ranks_were_killed() -> None:
@@ -183,7 +133,7 @@ def test_ranks_that_do_not_share_memory_are_told_and_leave_no_file(tmp_path: Pat
 def signal_is_lost(rank: int, num_ranks: int) -> str:
     """Rank 1's third message to rank 0 is stored, but its flag never raised."""
     dispatcher: Any = make("one_sided", 2.0)
-    one_call(dispatcher, rank, num_ranks, lambda: None)
+    one_call(dispatcher, rank, num_ranks)
     send, sent = dispatcher._mail[0].signal, []
 
     def losing(peer: int, *message: Any) -> None:
@@ -205,13 +155,13 @@ def dies_while_storing(rank: int, num_ranks: int, after_signals: int, folder: st
     """Rank 1 has stored a message to one more peer than it has told. Who gets an error counts as gone, as a rank that leaves."""
     dispatcher: Any = make("one_sided", NEVER)
     for _ in range(3):
-        one_call(dispatcher, rank, num_ranks, lambda: None)
+        one_call(dispatcher, rank, num_ranks)
     send, process_lives, sent = dispatcher._mail[0].signal, dispatcher._mail[0]._is_alive, []
     dispatcher._mail[0]._is_alive = lambda r: process_lives(r) and not (Path(folder) / str(r)).exists()
 
     def dying(peer: int, *message: Any) -> None:
         if len(sent) == after_signals:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         sent.append(peer)
         send(peer, *message)
 
@@ -235,7 +185,7 @@ def numbers_wrap(rank: int, num_ranks: int) -> int:
     dispatcher: Any = make("one_sided", NEVER)
     dispatcher._mail[0]._exchange = LAST_EXCHANGE - 5
     for _ in range(10):
-        one_call(dispatcher, rank, num_ranks, lambda: None)
+        one_call(dispatcher, rank, num_ranks)
     dispatcher.close()
     return int(dispatcher._mail[0]._exchange)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
-import select
 import signal
 import time
 from collections.abc import Callable
@@ -14,17 +11,24 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.core import DispatchPlan
-from moe_runtime.dispatch.checked import CheckedDispatcher
 from moe_runtime.dispatch.heap_shm import SHM_FOLDER, SharedHeap
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided_slabs import fit_layout
 from moe_runtime.errors import LockstepError
-from tests.helpers.dispatch_cases import CASES, MAX_D, MAX_K, TIMEOUT, Case, exchange, expect, make_data
-from tests.helpers.exact_rows import ExactRows, per_rank_sums
+from tests.helpers.dispatch_cases import CASES, MAX_D, MAX_K, TIMEOUT, exchange
+from tests.helpers.dispatch_contract import run_cases, run_many_calls
+from tests.helpers.dispatch_faults import (
+    NEVER,
+    call_until_error,
+    call_with_sleeper,
+    call_with_victim,
+    liveness,
+    one_call,
+)
+from tests.helpers.exact_rows import ExactRows
 from tests.helpers.spawn import Died, run_ranks
 
-# Far above what noticing a death may take, far below what a hang would.
-NEVER = 45.0
+# Of noticing a death, rather than waiting for the step timeout.
 AT_ONCE = 15.0
 
 
@@ -55,33 +59,11 @@ def make(
 def conformance(
     rank: int, num_ranks: int, names: list[str], tiny: bool, combine: str, seed: int
 ) -> tuple[int, int]:
-    """Every case twice with one dispatcher: checked and in inference mode, then bare."""
+    """Those cases with one dispatcher; rounds, and calls."""
     dispatcher = make(num_ranks, tiny=tiny, combine=combine)
-    checked = CheckedDispatcher(dispatcher, dist.group.WORLD, TIMEOUT)
+    cases = [case for case in CASES if case.name in names]
     traffic = dispatcher.traffic
-    for index, case in enumerate(c for c in CASES if c.name in names):
-        for one in (checked, dispatcher):
-            data = make_data(case, num_ranks, seed + index)
-            expected, plan = expect(data, rank), data.plan(rank)
-            sent, returned = traffic.rows_sent, traffic.rows_returned
-            with torch.inference_mode(one is checked):
-                batch = one.dispatch(data.x[rank], plan).wait()
-                out = one.combine(data.compute(batch, rank), batch, plan).wait()
-            wanted = [data.x[source][token] for rows in expected.slot_rows for source, token in rows]
-            assert batch.num_rows_p.tolist() == [len(rows) for rows in expected.slot_rows], (case.name, seed)
-            assert torch.equal(
-                batch.tokens_RD[batch.row_index_S], torch.stack(wanted or [data.x[rank].new_empty(0)]).view(-1, case.hidden)
-            ), (case.name, seed)
-            assert batch.tokens_RD.shape[0] == len(expected.received)
-            right = expected.out if combine == "exact" else per_rank_sums(data, rank)
-            assert torch.equal(out, right), (case.name, seed)
-            assert traffic.rows_sent - sent == expected.sent_rows
-            partial_sums = len([1 for source, _ in expected.received if source != rank])
-            assert traffic.rows_returned - returned == (
-                expected.returned_rows if combine == "exact" else partial_sums
-            )
-    checked.close()
-    checked.close()
+    run_cases(dispatcher, traffic, cases, rank, num_ranks, f"one_sided-{combine}", seed)
     return traffic.rounds, traffic.dispatches + traffic.combines
 
 
@@ -109,78 +91,17 @@ def test_contract(num_ranks: int, names: list[str], tiny: bool, combine: str, se
 
 
 def many_calls(rank: int, num_ranks: int, seed: int) -> None:
-    """Changing sizes, results kept, two dispatches under way at once, waits in either order."""
-    dispatcher = make(num_ranks)
-    kept = []
-    draw = random.Random(seed)
-    for turn in range(6):
-        cases = [Case("", num_tokens=draw.randrange(25), hidden=draw.choice([5, 16])) for _ in range(2)]
-        datas = [make_data(case, num_ranks, seed + 2 * turn + i) for i, case in enumerate(cases)]
-        plans = [data.plan(rank) for data in datas]
-        pending = [dispatcher.dispatch(d.x[rank], p) for d, p in zip(datas, plans, strict=True)]
-        order = [0, 1] if draw.random() < 0.5 else [1, 0]
-        batches = {i: pending[i].wait() for i in order}
-        outs = {
-            i: dispatcher.combine(datas[i].compute(batches[i], rank), batches[i], plans[i]) for i in order
-        }
-        for i in reversed(order):
-            kept.append((outs[i].wait(), expect(datas[i], rank).out))
-    for out, wanted in kept:
-        assert torch.equal(out, wanted), f"{seed=}"
-    dispatcher.close()
+    run_many_calls(make(num_ranks), rank, num_ranks, "one_sided", seed, turns=6)
 
 
 def test_many_calls_in_flight(seed: int) -> None:
     run_ranks(many_calls, 2, seed)
 
 
-def liveness() -> Callable[[int], bool]:
-    """is_alive over the default group's processes."""
-    pids: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(pids, os.getpid())
-    fds = [os.pidfd_open(pid) for pid in pids]
-
-    def is_alive(rank: int) -> bool:
-        poll = select.poll()
-        poll.register(fds[rank], select.POLLIN)
-        return not poll.poll(0)
-
-    return is_alive
-
-
-def one_call(dispatcher: ExactRows, rank: int, num_ranks: int, between: Callable[[], None]) -> None:
-    """A dispatch that sends a token to every rank, `between`, then the combine; the result is checked."""
-    x = torch.full((num_ranks, 16), float(rank + 1))
-    slot_TK = torch.stack([torch.arange(num_ranks), torch.full((num_ranks,), -1)], dim=1)
-    plan = DispatchPlan(slot_TK, torch.ones(num_ranks, 2), 1, num_ranks, rank, num_ranks)
-    batch = dispatcher.dispatch(x, plan).wait()
-    assert batch.tokens_RD[:, 0].tolist() == [float(source + 1) for source in range(num_ranks)]
-    between()
-    assert torch.equal(dispatcher.combine(batch.tokens_RD[batch.row_index_S], batch, plan).wait(), x)
-
-
-def call_until_error(dispatcher: ExactRows, rank: int, num_ranks: int) -> tuple[str, float]:
-    """The message of the LockstepError and the seconds that the failing call took."""
-    end = time.monotonic() + NEVER
-    begin = time.monotonic()
-    try:
-        while begin < end:
-            begin = time.monotonic()
-            one_call(dispatcher, rank, num_ranks, lambda: None)
-    except LockstepError as error:
-        return str(error), time.monotonic() - begin
-    return "no error", NEVER
-
-
 def victim_dies(rank: int, num_ranks: int, victim: int, inside: bool) -> tuple[str, float]:
     dispatcher = make(num_ranks, step_timeout=NEVER, is_alive=liveness())
-    one_call(dispatcher, rank, num_ranks, lambda: None)
-    if rank == victim:
-        die = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-        if not inside:
-            die()
-        one_call(dispatcher, rank, num_ranks, die)
-    return call_until_error(dispatcher, rank, num_ranks)
+    one_call(dispatcher, rank, num_ranks)
+    return call_with_victim(dispatcher, rank, num_ranks, victim, inside)
 
 
 @pytest.mark.parametrize(("victim", "inside"), [(0, True), (2, False)])
@@ -196,12 +117,7 @@ def test_a_killed_rank_is_noticed_by_all(victim: int, inside: bool) -> None:
 
 
 def one_is_late(rank: int, num_ranks: int) -> str:
-    dispatcher = make(num_ranks, step_timeout=1.0)
-    one_call(dispatcher, rank, num_ranks, lambda: None)
-    if rank == 1:
-        time.sleep(4.0)
-        return "slept"
-    return call_until_error(dispatcher, rank, num_ranks)[0]
+    return call_with_sleeper(make(num_ranks, step_timeout=1.0), rank, num_ranks, 4.0)
 
 
 def test_a_late_rank_is_an_error() -> None:
@@ -222,7 +138,7 @@ def test_a_rank_late_within_the_timeout_is_waited_for() -> None:
 def signal_is_lost(rank: int, num_ranks: int) -> tuple[str, float]:
     """From the second call on, all that rank 1 stores for rank 0 goes elsewhere."""
     dispatcher = make(num_ranks, step_timeout=2.0)
-    one_call(dispatcher, rank, num_ranks, lambda: None)
+    one_call(dispatcher, rank, num_ranks)
     nowhere = torch.zeros_like(dispatcher.inner._heap.segment)  # type: ignore[union-attr]
     if rank == 1:
         dispatcher.inner.kernels._addresses_N[0] = nowhere.data_ptr()

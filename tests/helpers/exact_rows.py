@@ -14,8 +14,6 @@ from moe_runtime.core import DispatchPlan, ExpertBatch
 from moe_runtime.dispatch.base import Deferred
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided_virtual import VirtualRanks
-from moe_runtime.placement.layout import layer_placement
-from tests.helpers.dispatch_cases import Data
 
 
 def exact(batch: ExpertBatch) -> ExpertBatch:
@@ -68,21 +66,3 @@ def combine_exact(
     """VirtualRanks.combine for batches of dispatch_exact."""
     whole = [batch.handle for batch in batches]
     return ranks.combine([padded(y, b) for y, b in zip(ys, whole, strict=True)], whole, plans)
-
-
-def per_rank_sums(data: Data, rank: int) -> torch.Tensor:
-    """What per_rank combine gives rank's tokens, by loops: sums in k order on each rank, then in rank order."""
-    num_ranks, width = len(data.x), len(data.placement.slots[0][0])
-    slot_of_expert = layer_placement(data.placement, 0, rank).expert_to_slot_E.tolist()
-    x, out = data.x[rank], torch.zeros_like(data.x[rank])
-    for token, experts in enumerate(data.ids[rank].tolist()):
-        partial = torch.zeros(num_ranks, x.shape[1])
-        for k, expert in enumerate(experts):
-            if expert >= 0:
-                row = data.expert(expert, x[token]).float()
-                partial[slot_of_expert[expert] // width] += data.weights[rank][token, k] * row
-        total = torch.zeros(x.shape[1])
-        for row in partial:
-            total = total + row.to(x.dtype).float()
-        out[token] = total.to(x.dtype)
-    return out

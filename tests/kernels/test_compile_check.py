@@ -17,7 +17,7 @@ from moe_runtime.tools.compile_cases import all_cases
 from moe_runtime.tools.compile_worker import Request, Row
 from moe_runtime.tools.kernel_report import Report
 from moe_runtime.tools.stand_in_driver import TARGETS
-from tests.helpers.python_packages import installed_package
+from tests.helpers.python_packages import installed_packages
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +54,7 @@ def test_every_kernel_compiles_within_its_budget() -> None:
 @pytest.mark.timeout(900)
 def test_nvshmem_kernels_compile() -> None:
     """To a binary without open ends, with the device library of the version that torch pins."""
-    folder = installed_package("nvidia-nvshmem-cu13==3.4.5")
+    folder = installed_packages("nvidia-nvshmem-cu13==3.4.5")
     library = folder / "nvidia/nvshmem/lib/libnvshmem_device.bc"
     done = run_gate("--nvshmem", str(library), "-k", "NVSHMEM", timeout=800)
     print(done.stdout)
@@ -74,7 +74,7 @@ def test_nvshmem_kernels_compile() -> None:
 @pytest.mark.timeout(900)
 def test_every_kernel_compiles_with_the_older_triton() -> None:
     """3.6.0 comes with torch 2.11, which GPU machines have. One model on two targets, to save time; the rest is run by hand."""
-    folder = installed_package("triton==3.6.0")
+    folder = installed_packages("triton==3.6.0")
     done = run_gate("--targets", "sm_80,sm_90", "-k", "Qwen3-30B-A3B", path=(str(folder),), timeout=800)
     print(done.stdout)
     assert "triton 3.6.0:" in done.stdout

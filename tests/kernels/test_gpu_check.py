@@ -15,7 +15,8 @@ import torch
 
 from benchmarks import gpu_check, gpu_experts, gpu_numerics, gpu_timing
 from benchmarks.gpu_cases import Env, Skip, close, same
-from benchmarks.gpu_check import Check, Report, Settings, run_stage
+from benchmarks.gpu_check import Settings, run_stage
+from benchmarks.gpu_report import Check, Report, Result, print_table
 
 ROOT = Path(__file__).parents[2]
 SMALL = Env(torch.device("cpu"), small=True)
@@ -197,10 +198,10 @@ def test_failures_do_not_stop_the_run(tmp_path: Path) -> None:
 def test_the_table_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"tokens": 8, "ms": 0.25, "met": False}, {"tokens": 9, "ms": 0.5, "met": None}]
     results = [
-        gpu_check.Result("first", 1, "failed", "Traceback\nAssertionError: off by 3", 1.0, [{"case": "x"}]),
-        gpu_check.Result("second", 2, "ok", "", 2.0, rows),
+        Result("first", 1, "failed", "Traceback\nAssertionError: off by 3", 1.0, [{"case": "x"}]),
+        Result("second", 2, "ok", "", 2.0, rows),
     ]
-    gpu_check.print_table(results)
+    print_table(results)
     printed = capsys.readouterr().out
     assert "AssertionError: off by 3" in printed
     assert "tokens=8  ms=0.25  met=False" in printed

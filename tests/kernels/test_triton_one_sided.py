@@ -17,7 +17,8 @@ from moe_runtime.dispatch.triton_one_sided_slabs import LATE, OTHER_CALL, Call, 
 from moe_runtime.dispatch.triton_one_sided_virtual import VirtualHeap, VirtualRanks
 from moe_runtime.errors import BackendUnavailable, CapacityError, LockstepError
 from tests.helpers.dispatch_cases import CASES, MAX_D, MAX_K, Case, expect, make_data
-from tests.helpers.exact_rows import combine_exact, dispatch_exact, per_rank_sums
+from tests.helpers.dispatch_contract import check_batch
+from tests.helpers.exact_rows import combine_exact, dispatch_exact
 
 CPU = torch.device("cpu")
 BIG = 1 << 20
@@ -35,17 +36,11 @@ def check_case(ranks: VirtualRanks, case: Case, combine: str, seed: int) -> None
     plans = [data.plan(rank) for rank in range(num_ranks)]
     batches = dispatch_exact(ranks, data.x, plans)
     for batch, wanted in zip(batches, expected, strict=True):
-        rows = [data.x[source][token] for rows in wanted.slot_rows for source, token in rows]
-        assert batch.num_rows_p.tolist() == [len(r) for r in wanted.slot_rows]
-        assert batch.tokens_RD.shape[0] == len(wanted.received)
-        assert torch.equal(
-            batch.tokens_RD[batch.row_index_S],
-            torch.stack(rows) if rows else data.x[0].new_empty(0, case.hidden),
-        )
+        check_batch(batch, data, wanted, "one_sided")
     outs = combine_exact(ranks, [data.compute(b, r) for r, b in enumerate(batches)], batches, plans)
     for rank, out in enumerate(outs):
         assert out.dtype == case.dtype
-        assert torch.equal(out, expected[rank].out if combine == "exact" else per_rank_sums(data, rank))
+        assert torch.equal(out, expected[rank].out if combine == "exact" else expected[rank].per_rank_out)
 
 
 QUICK = ("bfloat16", "one rank has all", "nobody has any", "some padding", "a copy everywhere")

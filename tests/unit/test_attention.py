@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from moe_runtime.attention import cpu as cpu_module
+from moe_runtime.attention import cpu_plan
 from moe_runtime.attention.base import AttentionNeed, AttentionSpec
 from moe_runtime.attention.cpu import CpuPagedAttention
 from moe_runtime.attention.deterministic import DeterministicAttention
@@ -62,8 +62,8 @@ def test_windows_at_their_edges(seed: int, window: int) -> None:
 
 def test_random_batches(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles and small gathers, so that every way of splitting the work occurs."""
-    monkeypatch.setattr(cpu_module, "QUERY_TILE", 5)
-    monkeypatch.setattr(cpu_module, "GATHER_BYTES", 2048)
+    monkeypatch.setattr(cpu_plan, "QUERY_TILE", 5)
+    monkeypatch.setattr(cpu_plan, "GATHER_BYTES", 2048)
     for _ in range(25):
         spans = [
             (
@@ -113,14 +113,14 @@ def test_decode_groups_bound_padding_and_memory(seed: int) -> None:
     plan = CpuPagedAttention(case.cache(), case.specs).plan(case.batch())
     groups = plan.by_window[None].groups
     gathered = sum(group.slots_BL.numel() for group in groups)
-    assert gathered <= cpu_module.MAX_PADDED_RATIO * sum(old + 1 for old, _ in case.spans)
+    assert gathered <= cpu_plan.MAX_PADDED_RATIO * sum(old + 1 for old, _ in case.spans)
     assert sorted(r for group in groups for r in group.rows_B.tolist()) == list(range(40))
     assert len(groups) <= 5
 
 
 def test_decode_groups_stay_below_the_gather_limit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case([(99, 1)] * 7 + [(399, 1)], [spec(kv_heads=2, dim=6)], 4)
-    monkeypatch.setattr(cpu_module, "GATHER_BYTES", 300 * 2 * 2 * 6 * 4)
+    monkeypatch.setattr(cpu_plan, "GATHER_BYTES", 300 * 2 * 2 * 6 * 4)
     groups = CpuPagedAttention(case.cache(), case.specs).plan(case.batch()).by_window[None].groups
     assert [tuple(group.slots_BL.shape) for group in groups] == [(1, 400), (3, 100), (3, 100), (1, 100)]
 

@@ -19,6 +19,7 @@ LAYERS: list[tuple[int, str]] = [
     (0, "moe_runtime.core"),
     (0, "moe_runtime.config"),
     (0, "moe_runtime.cli"),
+    (0, "moe_runtime.cli_flags"),
     (0, "moe_runtime.cli_peers"),
     (0, "moe_runtime.quantization"),
     (0, "moe_runtime.triton_support.*"),
@@ -43,6 +44,7 @@ LAYERS: list[tuple[int, str]] = [
     (3, "moe_runtime.weights.*"),
     (4, "moe_runtime.engine.model_runner"),
     (4, "moe_runtime.backends"),
+    (4, "moe_runtime.backends_dispatch"),
     (5, "moe_runtime.engine.*"),
     (5, "moe_runtime"),  # the public front door, which loads the engine's classes on demand
     (6, "moe_runtime.server.*"),
@@ -59,6 +61,7 @@ ABOVE: dict[str, tuple[str, ...]] = {
         "moe_runtime.layers",
     ),  # rotation belongs to attention, its angles to the layers
     "moe_runtime.experts": ("moe_runtime.layers",),  # an expert is an MLP: the same activation functions
+    "moe_runtime.backends_dispatch": ("moe_runtime.backends",),
     "moe_runtime": ("moe_runtime.engine",),
 }
 """Packages that may import others of their own layer, which may not import them."""

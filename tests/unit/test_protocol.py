@@ -14,12 +14,12 @@ from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.errors import RequestError
 from moe_runtime.server.errors import ApiError, as_api_error
 from moe_runtime.server.fields import HARMLESS, REFUSED
+from moe_runtime.server.parsing import parse
 from moe_runtime.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    parse,
 )
 from moe_runtime.server.token_text import CompletionLogprobsWriter, TokenTexts
 from tests.helpers.tiny_tokenizer import build_tokenizer, byte_fallback
