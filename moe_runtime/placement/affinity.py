@@ -17,7 +17,7 @@ from moe_runtime.placement.cost import Cluster
 from moe_runtime.placement.packing import strides
 
 Array = npt.NDArray[Any]
-WEIGHTS_WITH_SPARES, WEIGHTS_ALONE = (0.001, 0.003), (0.003, 0.01)
+WEIGHTS_WITH_SPARES, WEIGHTS_ALONE = (0.001, 0.003), (0.003, 0.01, 0.02)
 """Balance weights, one stage after the other: first gather, then level what that upset. Spare replicas level besides."""
 SWEEPS = 4
 NODE_WEIGHT = 4.0

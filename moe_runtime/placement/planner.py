@@ -108,14 +108,18 @@ def plan(
             f"{num_slots - problem.num_slots} of {num_slots} slots stay empty: no rank may or can use them"
         )
     if algorithm == "deepseek":
-        held_LNE = _deepseek(problem, num_groups, notes)
-    elif algorithm == "contiguous":
-        held_LNE = _contiguous(problem)
-    elif current_LNp is not None and max_moved < 1:
-        held_LNE = _replan(problem, current_LNp, max_moved, notes)
+        slots_LNp = _deepseek(problem, num_groups, notes)
     else:
-        held_LNE = _fresh(problem, split, together_LEE)
-    slots_LNp, moved = arrange(held_LNE, current_LNp)
+        if algorithm == "contiguous":
+            held_LNE = _contiguous(problem)
+        elif current_LNp is not None and max_moved < 1:
+            held_LNE = _replan(problem, current_LNp, max_moved, notes)
+        else:
+            held_LNE = _fresh(problem, split, together_LEE)
+        slots_LNp, _ = arrange(held_LNE)
+    moved = int((slots_LNp >= 0).sum())
+    if current_LNp is not None:
+        slots_LNp, moved = arrange(held_of(slots_LNp, problem.num_experts), current_LNp)
     if price is not None:
         static = "waterfill" if split == "waterfill" else "static"
         keep = _gate(problem, slots_LNp, current_LNp, price, static, notes)
@@ -229,12 +233,15 @@ def _deepseek(problem: Problem, num_groups: int, notes: list[str]) -> Array:
     arrays = deepseek.rebalance_experts(
         problem.load_LE, problem.num_slots, num_groups, problem.cluster.num_nodes, problem.num_ranks
     )
-    slots_LNp = arrays.slot_to_expert_LS.reshape(problem.num_layers, problem.num_ranks, -1)
-    held_LNE = held_of(slots_LNp, problem.num_experts)
-    twice = problem.num_layers * problem.num_slots - int(held_LNE.sum())
-    if twice:
-        notes.append(f"EPLB put an expert twice on one rank {twice} times; the second slot stays empty")
-    return held_LNE
+    slots_LNp = arrays.slot_to_expert_LS.reshape(problem.num_layers, problem.num_ranks, -1).copy()
+    twins = 0
+    for slot in range(1, slots_LNp.shape[2]):
+        twin_LN = (slots_LNp[:, :, :slot] == slots_LNp[:, :, slot : slot + 1]).any(axis=2)
+        slots_LNp[:, :, slot][twin_LN] = -1
+        twins += int(twin_LN.sum())
+    if twins:
+        notes.append(f"EPLB put an expert twice on one rank {twins} times; the second slot stays empty")
+    return slots_LNp
 
 
 def _contiguous(problem: Problem) -> Array:

@@ -89,10 +89,10 @@ def split_rows(
     if method == "static":
         return _static(counts_NE, replicas)
     if method == "random":
-        drawn = np.random.default_rng(seed)
-        even_EC: Array = (replicas.slot_EC >= 0) / replicas.count_E[:, None]
-        rows_NEC: Array = drawn.multinomial(counts_NE, even_EC)  # type: ignore[misc]  # its stubs know one dimension
-        return rows_NEC
+        drawn: Any = np.random.default_rng(seed)  # its stubs do not know that counts may have axes
+        even_EC = (replicas.slot_EC >= 0) / replicas.count_E[:, None]
+        # Turned round, since numpy gives what rounding leaves over to the last: an expert's first replica, never padding.
+        return drawn.multinomial(counts_NE, even_EC[:, ::-1])[:, :, ::-1]
     raise ConfigError(f"unknown split {method!r}; choose from {', '.join(SPLITS)}")
 
 
@@ -110,7 +110,7 @@ def waterfill(load_E: Array, replicas: Replicas, slack: float = SLACK) -> Array:
     Or at most 1 + slack times the mean, which no split could better by more.
     """
     shares, _ = _share_out(load_E, replicas, slack)
-    share_EC = np.zeros(replicas.slot_EC.shape, dtype=np.int64)
+    share_EC: Array = np.zeros(replicas.slot_EC.shape, dtype=np.int64)
     share_EC[:, 0] = load_E
     if len(shares):
         width = share_EC.shape[1]
