@@ -161,6 +161,7 @@ class EplbConfig(_Checked):
     min_utilization: float = _field(1.0, "eplb", "Balancedness from which on nothing is planned", low=0.0, high=1.0)
     min_gain: float = _field(0.05, "eplb", "Share of the experts' time that a move must be expected to save", low=0.0, high=1.0)
     hysteresis: float = _field(2.0, "eplb", "How many times its cost a move must be expected to save until the next look", low=0.0)
+    max_moved: float = _field(0.05, "eplb", "Share of all experts' slots that a plan may change; 1: plan as if nothing was anywhere", low=0.0, high=1.0)
     max_bytes_per_step: int = _field(4 << 20, "eplb", "Bytes of weights that a rank fetches during one step at most", low=1 << 12)
     deadline_seconds: float = _field(600.0, "eplb", "Time after which a move is given up", low=0.1)
     num_staging_slots: int = _field(1, "eplb", "Slots per rank and MoE layer that stay empty, to move experts into", low=1, high=64)

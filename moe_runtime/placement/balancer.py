@@ -81,12 +81,20 @@ class Decision:
     num_copies: int = 0
 
 
-def make_plan(cluster: Cluster, num_slots: int, max_slots_per_rank: int) -> Plan:
-    """The project's planner, from where experts are now. `num_slots`: replicas in each layer, over all ranks."""
+def make_plan(cluster: Cluster, num_slots: int, max_slots_per_rank: int, max_moved: float) -> Plan:
+    """The project's planner, from where experts are now. `num_slots`: replicas in each layer, over all ranks.
+
+    `max_moved`: share of them that may move, but two in any case, so that two experts can change places.
+    """
 
     def plan(loads_WLE: Array, current: ExpertPlacement) -> ExpertPlacement:
         result = planner.plan(
-            loads_WLE, cluster, num_slots=num_slots, current=current, max_slots_per_rank=max_slots_per_rank
+            loads_WLE,
+            cluster,
+            num_slots=num_slots,
+            current=current,
+            max_moved=min(1.0, max(max_moved, 2 / (len(current.slots) * num_slots))),
+            max_slots_per_rank=max_slots_per_rank,
         )
         return result.placement
 

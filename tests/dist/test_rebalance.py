@@ -213,7 +213,7 @@ def test_fp8_experts_move_with_their_scales(tmp_path: Path, seed: int) -> None:
 def test_the_live_load_is_followed(tmp_path: Path, seed: int) -> None:
     """Without anybody asking: a placement that is bad for this traffic gives way to a better one."""
     vocab = make_tiny("qwen3_moe", tmp_path, seed, num_experts=8, num_experts_per_tok=2).config.vocab_size
-    eplb = {"step_interval": 30, "window_size": 24, "min_gain": 0.01, "hysteresis": 0.0}
+    eplb = {"step_interval": 30, "window_size": 24, "min_gain": 0.01, "hysteresis": 0.0, "max_moved": 1.0}
 
     async def main() -> None:
         async with bed(tmp_path, seed, 2, vocab, eplb=eplb) as it:

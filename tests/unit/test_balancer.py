@@ -128,7 +128,9 @@ def test_the_planner_is_asked_for_what_can_be_reached(seed: int) -> None:
         redundant = draw.randint(0, num_experts)
         current = with_empty_slots(contiguous(num_layers, num_experts, num_ranks, redundant), 1)
         width = len(current.slots[0][0])
-        plan = make_plan(Cluster.single(num_ranks), num_experts + redundant, width - 1)
+        plan = make_plan(
+            Cluster.single(num_ranks), num_experts + redundant, width - 1, draw.choice([0.0, 0.05, 0.3, 1.0])
+        )
         seen = np.array(
             [[[int(draw.lognormvariate(4, 1)) for _ in range(num_experts)] for _ in range(num_layers)]] * 4
         )
@@ -136,7 +138,16 @@ def test_the_planner_is_asked_for_what_can_be_reached(seed: int) -> None:
         check_reachable(current, target)
         assert plan(seen, current) == target
         decision = decide(seen, current, plan, POLICY, COSTS, force=True)
-        assert decision.target in (target, None)
+        assert decision.target in (plan(seen[:-1], current), None)
+
+
+def test_two_experts_may_change_places_whatever_the_share() -> None:
+    seen, current = skewed()
+    plan = make_plan(Cluster.single(2), 4, 2, max_moved=0.0)
+    decision = decide(seen, current, plan, POLICY, COSTS)
+    assert decision.target is not None
+    assert decision.gain == pytest.approx(1 / 3)
+    assert decision.num_copies == 2
 
 
 def test_a_plan_that_cannot_be_reached_is_an_error() -> None:
