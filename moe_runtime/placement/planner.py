@@ -245,7 +245,10 @@ def _deepseek(problem: Problem, num_groups: int, notes: list[str]) -> Array:
 
 
 def _contiguous(problem: Problem) -> Array:
-    _plain(problem, "contiguous")
+    if (problem.room_N == 0).any() or problem.pinned_NE.any() or problem.min_replicas > 1:
+        raise ConfigError(
+            "algorithm 'contiguous' knows no failed ranks, pinned experts or coverage; choose 'ours'"
+        )
     placement = layout.contiguous(
         problem.num_layers, problem.num_experts, problem.num_ranks, problem.num_slots - problem.num_experts
     )
