@@ -1,7 +1,7 @@
 """A report on a recorded load: would another placement pay, and what is behind the answer. `analyse` computes all of it.
 
 The record's windows with tokens are cut in half: plans are made from the first and judged by the second. Definitions of all numbers:
-report_data.py and docs/placement.md.
+report_data.py and docs/placement-report.md.
 
 Legend: W windows, L MoE layers, N ranks, E experts, p slots per rank.
 """

@@ -115,7 +115,7 @@ class OverTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Losses(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time goes; the parts add up to total_us. See docs/placement.md."""
+    """Where the time goes; the parts add up to total_us. See docs/placement-report.md."""
 
     total_us: float
     even_us: float

@@ -1,4 +1,4 @@
-"""A report's numbers once more, from the raw arrays with plain loops, by the definitions of docs/placement.md. Static split only.
+"""A report's numbers once more, from the raw arrays with plain loops, by the definitions of docs/placement-report.md. Static split only.
 
 Nothing of moe_runtime.placement.report* is used here.
 """
