@@ -227,14 +227,16 @@ def profile_name(num_slots: int, num_inner: int, device: str, dtype: str | None,
 
 
 @cache
-def find_table(folder: Path, name: str, flags: str) -> TunedTable | None:
-    """The table of that name, read once. None where there is none, with the command that makes it in the log. Raises ConfigError."""
+def find_table(folder: Path, name: str, flags: str, log: bool = True) -> TunedTable | None:
+    """The table of that name, read once. None where there is none, with the command that makes it in the log. Raises ConfigError.
+
+    log: whether this is the process that speaks for all; others say it at level debug.
+    """
     path = folder / name
     if path.is_file():
         return read_table(path)
-    logger.info(
-        "no tuned tiles in %s, using built-in ones; to tune: python -m moe_runtime.tools.tune %s", path, flags
-    )
+    text = "no tuned tiles in %s, using built-in ones; to tune: python -m moe_runtime.tools.tune %s"
+    logger.log(logging.INFO if log else logging.DEBUG, text, path, flags)
     return None
 
 
