@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 PROFILES = Path(__file__).resolve().parents[2] / "profiles" / "kernels"
 GROUP = 128
 """Values that share an FP8 scale; a tile may not lie across two of them."""
+GATHERING_SUMS = 64
+"""Most sums per thread of tiles whose rows descriptors fetch by index."""
 DETERMINISTIC_ROWS = 64
 """Rows of a tile, whatever the batch, where a row's result may not depend on its neighbours."""
 
@@ -93,10 +95,11 @@ class Gpu:
         """Whether the tensor cores take 64 or more rows of their first operand at once, and TMA exists."""
         return isinstance(self.arch, int) and 90 <= self.arch < 120
 
-    @property
-    def gathers(self) -> bool:
-        """Whether tensor descriptors fetch rows by index; sm_90's only fetch neighbours."""
-        return isinstance(self.arch, int) and 100 <= self.arch < 120
+    def gathers(self, config: GroupedGemmConfig) -> bool:
+        """Whether tensor descriptors fetch rows by index for these tiles. sm_90's only fetch neighbours; and the indices take
+        registers, which the sums of larger tiles do not leave."""
+        able = isinstance(self.arch, int) and 100 <= self.arch < 120
+        return able and config.block_m * config.block_n <= GATHERING_SUMS * 32 * config.num_warps
 
 
 @dataclass(frozen=True)

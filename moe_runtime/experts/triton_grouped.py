@@ -169,9 +169,9 @@ class _Rows:
     index_S: torch.Tensor | None = None
 
     @property
-    def scale_stride(self) -> int:
-        """From a row's scales to the next one's."""
-        return 0 if self.scale is None else self.scale.stride(0)
+    def scale_stride(self) -> int | None:
+        """From a row's scales to the next one's; None where there are none."""
+        return None if self.scale is None else self.scale.stride(0)
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def _multiply(
     if shape.scheme is not None and not gpu.has_fp8:
         matrix = matrix.view(torch.uint8)
     w_tma = config.use_tma and _descriptor_fits(matrix)
-    x_tma = config.use_tma and (x.index_S is None or gpu.gathers) and _descriptor_fits(x.values)
+    x_tma = config.use_tma and (x.index_S is None or gpu.gathers(config)) and _descriptor_fits(x.values)
     x_gather = x_tma and x.index_S is not None
     epilogue: dict[str, Any] = {
         "SCHEME": shape.scheme or "none", "ACT": product.activation, "LIMIT": product.limit, "PARTS": parts,
