@@ -92,7 +92,10 @@ def _dispatcher(
         return LocalDispatcher(triton_grouping.group_pairs if on_triton else grouping.group_pairs)
     if name == "collective":
         device_tokens = 0 if device == "cpu" else DEVICE_TOKENS
-        return CollectiveDispatcher(topology.data_group, config.step_timeout, config.combine, device_tokens)
+        distant = [rank for rank, pid in enumerate(topology.peer_pids) if not pid]
+        return CollectiveDispatcher(
+            topology.data_group, config.step_timeout, config.combine, device_tokens, distant=distant
+        )
     if one_sided_kernels(config, device):
         return _make_one_sided_kernels(config, spec, dtype, topology)
     return OneSidedDispatcher(

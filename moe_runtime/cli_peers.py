@@ -28,8 +28,8 @@ _NOT_YET: dict[str, str] = {
     "choosing the kernels' communication mode": "deepep-mode",
     "load balancing of experts": "enable-eplb eplb-config eplb-algorithm eplb-rebalance-num-iterations"
     " init-expert-location ep-dispatch-algorithm",
-    "recording of expert loads": "expert-distribution-recorder-mode expert-distribution-recorder-buffer-size"
-    " enable-expert-distribution-metrics enable-return-routed-experts",
+    "modes of recording expert loads (they are always recorded; see --expert-load-memory-mib)": "expert-distribution-recorder-mode"
+    " expert-distribution-recorder-buffer-size enable-expert-distribution-metrics enable-return-routed-experts",
     "sizing the KV cache in bytes or tokens (use --num-kv-blocks)": "kv-cache-memory-bytes max-total-tokens",
     "KV cache outside the device's memory": "kv-offloading-size swap-space cpu-offload-gb"
     " enable-hierarchical-cache hicache-ratio hicache-size",

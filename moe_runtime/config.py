@@ -113,9 +113,14 @@ class EngineConfig(_Checked):
     max_num_batched_tokens: int = _field(2048, "scheduler", "Token budget of a step per rank", aliases=("max-prefill-tokens", "chunked-prefill-size"), low=1)
     max_queued_requests: int = _field(4096, "scheduler", "Requests waiting per rank before new ones get 503", low=1)
 
+    expert_load_memory_mib: int = _field(64, "expert loads", "Memory per rank for the record of expert loads, in MiB", low=1)
+    record_routes_share: float = _field(0.0, "expert loads", "Share of requests of which the record keeps every token's experts (takes half of that memory)",
+                                        low=0, high=1)
+    expert_distribution_dir: str = _field("expert_distribution", "expert loads", "Folder for records of expert loads, one folder each")
+
     log_level: str = _field("info", "logging", "Least severe message shown", choices=("debug", "info", "warning", "error"))
     trace_steps: int = _field(0, "logging", "Steps, from the first on, of which each rank writes a trace for ui.perfetto.dev", low=0)
-    trace_dir: str = _field("trace", "logging", "Folder for the traces, one file per rank")
+    trace_dir: str = _field("trace", "logging", "Folder for the traces: one file per rank, or one for all after POST /stop_profile")
     log_stats_interval: float = _field(10.0, "logging", "Seconds between throughput lines while busy; 0: none", low=0)
     # fmt: on
 
@@ -144,6 +149,7 @@ class BatchConfig(_Checked):
 
     # fmt: off
     input: str = _field("", "batch", "File of requests, one JSON object a line, in OpenAI's batch format", aliases=("input-file",))
+    record: str | None = _field(None, "batch", "Folder for the record of expert loads of this run")
     output: str = _field("", "batch", "File of answers; if it exists, the requests answered there are skipped", aliases=("output-file",))
     served_model_name: str | None = _field(None, "batch", "Model name that requests may give; default: the model's folder name")
     chat_template: str | None = _field(None, "batch", "File with a chat template, instead of the model's")

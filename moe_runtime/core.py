@@ -202,6 +202,11 @@ class ScheduledSequence:
         """Whether this step reaches the last known token, so that the next one is sampled."""
         return self.start + self.num_new_tokens == self.sequence.num_tokens
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is one token behind the prompt, as in every step once the prompt is computed."""
+        return self.num_new_tokens == 1 and self.start >= len(self.sequence.prompt_token_ids)
+
 
 @dataclass(frozen=True)
 class StepPlan:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from moe_runtime.core import DispatchPlan, ExpertBatch, LayerPlacement
     from moe_runtime.dispatch.base import Pending
     from moe_runtime.experts.base import ExpertKernel, ExpertWeights
+    from moe_runtime.placement.recorder import LoadRecorder
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class MoeInput:
     """In model order, counting MoE layers only."""
     x_TD: torch.Tensor
     """Normed hidden states. They must not change until compute() has returned."""
-    routing: Routing
+    route: Callable[[], Routing]
+    """The router, for these hidden states; called once."""
     weights: ExpertWeights
     """Of this rank's slots."""
     max_num_tokens: int
@@ -79,14 +81,20 @@ class ExpertParallelMoe:
     """Is told what took how long."""
     chunks: int = 1
     """Parts in which the rows of a pass travel."""
+    recorder: LoadRecorder | None = None
+    """Is told which experts are chosen, and how many rows are computed here."""
 
     def begin(self, work: MoeInput) -> ExpertParallelPass:
         """See RoutedExperts."""
         self.timeline.lap("attention", moe_layer=work.moe_layer, tokens=work.x_TD.shape[0])
         placement = self.placements[work.moe_layer]
+        routing = work.route()
+        self.timeline.lap("router", moe_layer=work.moe_layer)
+        if self.recorder is not None:
+            self.recorder.count(routing.topk_ids_TK)
         parts = [
             _Part(rows_TD, plan_dispatch(part, placement, self.rank, limit), work.moe_layer)
-            for rows_TD, part, limit in cut_rows(work.x_TD, work.routing, work.max_num_tokens, self.chunks)
+            for rows_TD, part, limit in cut_rows(work.x_TD, routing, work.max_num_tokens, self.chunks)
         ]
         return ExpertParallelPass(self, work.weights, parts, work.meanwhile)
 
@@ -130,6 +138,7 @@ class ExpertParallelPass:
         meanwhile: Callable[[], torch.Tensor] | None,
     ) -> None:
         self._dispatcher, self._kernel, self._timeline = moe.dispatcher, moe.kernel, moe.timeline
+        self._recorder = moe.recorder
         self._weights, self._parts = weights, parts
         for part in parts[:2]:
             self._send(part)
@@ -148,6 +157,8 @@ class ExpertParallelPass:
                 self._send(self._parts[i + 1])
             y_SD = self._kernel(batch, self._weights)
             self._timeline.lap(EXPERTS, moe_layer=part.moe_layer, rows=y_SD.shape[0])
+            if self._recorder is not None:
+                self._recorder.computed(batch.num_rows_p)
             part.returned = self._dispatcher.combine(y_SD, batch, part.plan)
             self._left(part, "combine")
 

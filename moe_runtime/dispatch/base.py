@@ -16,6 +16,8 @@ from moe_runtime.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from moe_runtime.dispatch.rows import Traffic
+
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -73,6 +75,11 @@ class Dispatcher(Protocol):
     """
 
     name: str
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has been moved since it was made; how much of it is counted where the host reads nothing, it says itself."""
+        ...
 
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Pending[ExpertBatch]:
         """Send the rows of x_TD (contiguous) to the ranks named in the plan."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from moe_runtime.core import DispatchPlan, ExpertBatch
 from moe_runtime.dispatch.base import Dispatcher, Pending
+from moe_runtime.dispatch.rows import Traffic
 from moe_runtime.dispatch.waiting import lockstep_errors, wait_work
 from moe_runtime.errors import LockstepError
 
@@ -48,6 +49,11 @@ class CheckedDispatcher:
         self._group = group
         self._timeout = step_timeout
         self._calls = 0
+
+    @property
+    def traffic(self) -> Traffic:
+        """The wrapped dispatcher's."""
+        return self.inner.traffic
 
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Pending[ExpertBatch]:
         """As the wrapped dispatcher's, once the arguments are known to be equal where they must."""

@@ -63,6 +63,7 @@ class CollectiveDispatcher:
     Dispatcher. `device_tokens`: steps in which no rank has more tokens are planned on the device; in longer ones the host
     reads the routing and the received slots. `padded_message_bytes`: a message to one peer up to this size is padded rather
     than preceded by an exchange of counts, which costs about as much as sending this many bytes between processes of one host.
+    `distant`: ranks on other hosts, whose bytes are counted apart.
     """
 
     name = "collective"
@@ -74,14 +75,16 @@ class CollectiveDispatcher:
         combine: str = "exact",
         device_tokens: int = 0,
         padded_message_bytes: int = 64 << 10,
+        distant: Sequence[int] = (),
     ) -> None:
         self.traffic = Traffic()
+        self._distant = tuple(distant)
         self._group = group
         self._timeout = step_timeout
         self._per_rank = sums_per_rank(combine)
         self._device_tokens = device_tokens
         self._padded_message_bytes = padded_message_bytes
-        self._fixed = FixedExchange(group, step_timeout, self._per_rank, self.traffic)
+        self._fixed = FixedExchange(group, step_timeout, self._per_rank, self.traffic, len(self._distant))
 
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Deferred[ExpertBatch]:
         """The messages are under way on return; wait() receives them. Raises LockstepError."""
@@ -107,6 +110,7 @@ class CollectiveDispatcher:
         self.traffic.rounds += 1
         self.traffic.rows_sent += sum(outgoing.rows_N) - outgoing.rows_N[plan.rank]
         self.traffic.bytes_sent += (sum(sent_N) - sent_N[plan.rank]) * records.shape[1]
+        self.traffic.bytes_between_hosts += sum(sent_N[n] for n in self._distant) * records.shape[1]
 
         def finish() -> ExpertBatch:
             wait_work(work, "dispatch", self._timeout, x_TD.device.type)
@@ -132,6 +136,7 @@ class CollectiveDispatcher:
         self.traffic.rounds += 1
         self.traffic.rows_returned += returned
         self.traffic.bytes_returned += returned * received.shape[1]
+        self.traffic.bytes_between_hosts += sum(sent_N[n] for n in self._distant) * received.shape[1]
 
         def finish() -> torch.Tensor:
             wait_work(work, "combine", self._timeout, y_SD.device.type)

@@ -49,6 +49,8 @@ class FixedExchange:
     timeout: float
     per_rank: bool
     traffic: Traffic
+    num_distant: int = 0
+    """Ranks on other hosts."""
 
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Deferred[ExpertBatch]:
         """The blocks are under way on return. Raises LockstepError."""
@@ -66,6 +68,7 @@ class FixedExchange:
         self.traffic.dispatches += 1
         self.traffic.rows_sent += (N - 1) * C
         self.traffic.bytes_sent += (N - 1) * blocks.shape[1]
+        self.traffic.bytes_between_hosts += self.num_distant * blocks.shape[1]
 
         def finish() -> ExpertBatch:
             wait_work(work, "dispatch", self.timeout, x_TD.device.type)
@@ -93,6 +96,7 @@ class FixedExchange:
         self.traffic.combines += 1
         self.traffic.rows_returned += (N - 1) * per_block
         self.traffic.bytes_returned += (N - 1) * received.shape[1]
+        self.traffic.bytes_between_hosts += self.num_distant * received.shape[1]
 
         def finish() -> torch.Tensor:
             wait_work(work, "combine", self.timeout, y_SD.device.type)

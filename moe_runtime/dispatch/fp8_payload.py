@@ -24,6 +24,7 @@ from moe_runtime.quantization import FP8, GROUP, quantize_rows
 if TYPE_CHECKING:
     from moe_runtime.core import DispatchPlan, ExpertBatch
     from moe_runtime.dispatch.base import Dispatcher, Pending
+    from moe_runtime.dispatch.rows import Traffic
 
 QuantizeInto = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(x, values, scale): round x (T, D) into values (T, D) and scale (T, G), views whose rows lie apart."""
@@ -66,6 +67,11 @@ class Fp8Payload:
         self.name = f"{inner.name}, fp8 payload"
         self.inner = inner
         self._quantize = quantize
+
+    @property
+    def traffic(self) -> Traffic:
+        """The wrapped dispatcher's."""
+        return self.inner.traffic
 
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Pending[ExpertBatch]:
         """As the wrapped dispatcher's. The batch's tokens are FP8 with scales."""

@@ -56,6 +56,13 @@ class Traffic:
     """What combine moved to other ranks: result rows, padding included."""
     control_bytes: int = 0
     """Headers and counts to other ranks."""
+    bytes_between_hosts: int = 0
+    """The part of bytes_sent and bytes_returned that went to ranks of other hosts."""
+
+    @property
+    def bytes_within_host(self) -> int:
+        """The part of bytes_sent and bytes_returned that went to other ranks of this host."""
+        return self.bytes_sent + self.bytes_returned - self.bytes_between_hosts
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,15 @@ import asyncio
 import random
 import uuid
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from moe_runtime.config import EngineConfig, replace
 from moe_runtime.core import SamplingParams
 from moe_runtime.engine.frontend_link import FrontendLink
-from moe_runtime.engine.messages import RankStats, Ready, ResetPrefixCache
-from moe_runtime.engine.outputs import CompletionDelta, RequestOutput
+from moe_runtime.engine.messages import Profiled, RankStats, Ready, ResetPrefixCache
+from moe_runtime.engine.outputs import CompletionDelta, DumpedRecord, ProfileResult, RequestOutput
 from moe_runtime.engine.rank_chooser import RankChooser
 from moe_runtime.engine.rank_client import RankClient
 from moe_runtime.engine.ranks import WORKER, LocalRanks
@@ -26,9 +28,13 @@ from moe_runtime.engine.requests import (
 from moe_runtime.engine.startup import StartupDisplay, wait_until_ready
 from moe_runtime.engine.streams import OutputBuilder, RequestStream
 from moe_runtime.engine.tokenizer import Tokenizer, load_tokenizer
-from moe_runtime.errors import EngineDeadError, OverloadedError, RequestError
+from moe_runtime.errors import CapacityError, EngineDeadError, OverloadedError, RequestError
+from moe_runtime.placement.balancedness import BalanceWatch
+from moe_runtime.profiling.joined import joined_events, summarize
+from moe_runtime.profiling.trace import write_trace
 from moe_runtime.weights.demo_model import resolve_model
 
+MAX_PROFILE_STEPS = 1000
 _LONG_TEXT = 4096
 """Characters from which a prompt is tokenized beside the event loop."""
 
@@ -69,6 +75,8 @@ class AsyncLLM:
         self._draining = False
         self._closing: asyncio.Task[None] | None = None
         self._client = RankClient(link, self._chooser)
+        self._profile: asyncio.Task[list[Profiled]] | None = None
+        """The trace under way, or over and not asked for yet."""
 
     @classmethod
     async def from_config(
@@ -221,6 +229,66 @@ class AsyncLLM:
         """Tell all ranks to drop the cached blocks that no running sequence uses."""
         self._client.raise_if_dead()
         self._client.tell_all(ResetPrefixCache())
+
+    @property
+    def balance(self) -> BalanceWatch:
+        """How evenly the ranks' experts are loaded."""
+        return self._client.balance
+
+    async def start_expert_distribution_record(self) -> None:
+        """Forget the expert loads recorded so far and record from now on. (Recording is on from the start.)"""
+        await self._client.record("start")
+
+    async def stop_expert_distribution_record(self) -> None:
+        """Record no more; what was recorded can still be written."""
+        await self._client.record("stop")
+
+    async def dump_expert_distribution_record(self, folder: str | Path | None = None) -> DumpedRecord:
+        """Write what was recorded since the start; the ranks write, each on its own host.
+
+        By default into a new folder inside `expert_distribution_dir`. Raises CapacityError if a rank cannot write.
+        """
+        if folder is None:
+            stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
+            folder = Path(self.config.expert_distribution_dir) / stamp
+        folder = Path(folder).resolve()
+        answers = await self._client.record("dump", str(folder), Path(self.config.model).name)
+        return DumpedRecord(folder, answers[0].num_windows, answers[0].num_steps)
+
+    async def start_profile(self, num_steps: int = 20) -> None:
+        """Trace the next `num_steps` steps of all ranks, 1 to MAX_PROFILE_STEPS. Raises RequestError if a trace is under way."""
+        if not 1 <= num_steps <= MAX_PROFILE_STEPS:
+            raise RequestError(f"num_steps={num_steps}: must be from 1 to {MAX_PROFILE_STEPS}", "num_steps")
+        if self._profile is not None and not self._profile.done():
+            raise RequestError("a trace is under way; end it with stop_profile", None)
+        self._client.raise_if_dead()
+        self._profile = asyncio.create_task(self._client.profile(num_steps))
+        # Nobody may ever ask for it.
+        self._profile.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def stop_profile(self, file: str | Path | None = None) -> ProfileResult:
+        """End the trace, unless its steps are over, and write it for https://ui.perfetto.dev: all ranks in one file.
+
+        By default a new file in `trace_dir`. Raises RequestError if no trace was started, CapacityError if it cannot be written.
+        """
+        if self._profile is None:
+            raise RequestError("no trace was started; call start_profile first", None)
+        profile = self._profile
+        if not profile.done():
+            self._client.end_profile()
+        spans = {told.rank: told.spans for told in await profile}
+        self._profile = None
+        if file is None:
+            file = Path(self.config.trace_dir) / f"trace-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}.json"
+        file = Path(file).resolve()
+        distant = [ready.rank for ready in self.ready if not ready.pid]
+        summary = summarize(spans)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            await asyncio.to_thread(write_trace, file, joined_events(spans, distant))
+        except OSError as error:
+            raise CapacityError(f"the trace cannot be written: {file}: {error.strerror}") from error
+        return ProfileResult(file, summary)
 
     async def drain(self, timeout: float) -> bool:
         """Refuse new requests and let those running finish; after `timeout` seconds abort them. Whether all finished."""

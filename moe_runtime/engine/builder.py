@@ -12,6 +12,7 @@ from moe_runtime import backends, backends_dispatch
 from moe_runtime.engine.block_manager import BlockManager
 from moe_runtime.engine.control import Control
 from moe_runtime.engine.engine import Engine
+from moe_runtime.engine.load_records import LoadRecords, describe
 from moe_runtime.engine.messages import Ready
 from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
 from moe_runtime.engine.overlap import OverlapModel
@@ -24,8 +25,9 @@ from moe_runtime.models.registry import load_adapter, load_spec
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.moe import ExpertParallelMoe
 from moe_runtime.placement.layout import contiguous, layer_placement
+from moe_runtime.placement.recorder import LoadRecorder
 from moe_runtime.profiling.timeline import Timeline
-from moe_runtime.profiling.trace import StepTrace
+from moe_runtime.profiling.trace import StepTrace, trace_file
 from moe_runtime.topology import free_memory_bytes
 from moe_runtime.weights.loader import load_weights, weight_bytes
 
@@ -117,9 +119,10 @@ class RankBuilder:
     def connect(self) -> None:
         """Dispatcher, what experts and layers are computed with, and what watches them."""
         self.timeline = Timeline()
-        self.trace = StepTrace(
-            self.timeline, Path(self.config.trace_dir), self.topology.rank, self.config.trace_steps
-        )
+        self.trace = StepTrace(self.timeline)
+        if self.config.trace_steps:
+            write = trace_file(Path(self.config.trace_dir), self.topology.rank)
+            self.trace.begin(self.config.trace_steps, write)
         what = self.config, self.spec, self.dtype, self.topology
         self.dispatcher, dispatcher = backends_dispatch.make_dispatcher(*what)
         self.kernel, kernel = backends.make_experts(*what)
@@ -145,14 +148,18 @@ class RankBuilder:
             layer_placement(self.placement, layer, topology.rank, topology.device)
             for layer in range(self.spec.num_moe_layers)
         ]
+        recorder, records = self._recording()
         runner = ModelRunner(
             decoder=self.decoder,
             cache=self.cache,
             attention=self.attention,
-            moe=ExpertParallelMoe(self.dispatcher, self.kernel, placements, topology.rank, self.timeline),
+            moe=ExpertParallelMoe(
+                self.dispatcher, self.kernel, placements, topology.rank, self.timeline, recorder=recorder
+            ),
             block_size=config.block_size,
             device=topology.device,
             trace=self.trace,
+            recorder=recorder,
         )
         scheduler = Scheduler(
             BlockManager(self.num_kv_blocks, config.block_size, config.enable_prefix_caching),
@@ -161,7 +168,25 @@ class RankBuilder:
             self.max_model_len,
         )
         control = Control(topology, config.step_timeout)
-        return Engine(topology.rank, scheduler, runner, control, link, self.overlap)
+        return Engine(topology.rank, scheduler, runner, control, link, self.overlap, records)
+
+    def _recording(self) -> tuple[LoadRecorder, LoadRecords]:
+        """The record of expert loads, and what deals with it."""
+        config, spec, topology = self.config, self.spec, self.topology
+        recorder = LoadRecorder(
+            spec.num_moe_layers,
+            spec.num_experts,
+            spec.top_k,
+            config.expert_load_memory_mib << 20,
+            topology.device,
+            [[list(slots) for slots in layer] for layer in self.placement.slots],
+            config.record_routes_share,
+        )
+        expert_bytes = 0
+        for mlp in self.decoder.moe_mlps()[:1]:
+            expert_bytes = mlp.expert_weights().num_bytes // len(self.placement.slots[0][0])
+        what = describe(config, spec, self.dtype, topology, expert_bytes)
+        return recorder, LoadRecords(topology.rank, recorder, what)
 
     @property
     def num_kv_blocks(self) -> int:

@@ -31,6 +31,8 @@ class Header:
     """Number of the last front-end message seen."""
     stop: int
     """1 if it was told to stop."""
+    prefill: int
+    """1 if any of its tokens belongs to a prompt."""
     forward_us: int = 0
     """How long its last forward pass took; 0 once that has been told."""
     wait_us: int = 0
@@ -69,6 +71,8 @@ class Agreement:
     """All have seen the same front-end messages, so all may go idle."""
     stop: bool
     """All were told to stop."""
+    prefill: bool
+    """Some rank computes tokens of a prompt."""
     last_times: StepTimes | None
     """Of the step before, if its times have not been told yet."""
 
@@ -104,6 +108,7 @@ class Control:
             max_tick=max(ticks),
             same_tick=min(ticks) == max(ticks),
             stop=all(h.stop for h in headers),
+            prefill=any(h.prefill for h in headers),
             max_halves=(
                 max(h.first_tokens for h in headers),
                 max(h.num_tokens - h.first_tokens for h in headers),

@@ -13,7 +13,10 @@ from moe_runtime.engine.messages import (
     REQUEST_TIME_BOUNDS,
     STEP_TOKEN_BOUNDS,
     Abort,
+    Profile,
+    Profiled,
     RankStats,
+    RecordLoads,
     ResetPrefixCache,
     SequenceUpdate,
     StepOutput,
@@ -30,9 +33,11 @@ if TYPE_CHECKING:
 
     from moe_runtime.core import StepPlan
     from moe_runtime.engine.control import Agreement, Control, StepTimes
+    from moe_runtime.engine.load_records import LoadRecords
     from moe_runtime.engine.model_runner import ModelRunner
     from moe_runtime.engine.rank_link import RankLink
     from moe_runtime.engine.scheduler import Scheduler
+    from moe_runtime.profiling.timeline import Span
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +52,7 @@ class Engine:
     control: Control
     link: RankLink
     overlap: OverlapModel
+    records: LoadRecords
     stopping: bool = False
     stats: RankStats = field(default_factory=RankStats)
     arrivals: dict[str, float] = field(default_factory=dict)
@@ -79,6 +85,10 @@ class Engine:
         self.stats.two_batch_steps += way is Way.TWO_BATCHES
         self.stats.chunked_steps += way is Way.CHUNKS
         logits, self.times = self.runner.execute(plan, agreed, way)
+        self.stats.wait_us += self.times.wait_us
+        self.stats.forward_us += self.times.forward_us
+        if (news := self.records.news()) is not None:
+            self.link.send(news)
         sampling = [item.sequence for item in plan.scheduled if item.samples]
         sampled, failures = sample_each(logits, sampling)
         self.scheduler.commit(plan, [token.token_id for token in sampled])
@@ -114,8 +124,22 @@ class Engine:
                         self.stopping = True
                     case ResetPrefixCache():
                         self.scheduler.block_manager.reset_prefix_cache()
+                    case Profile():
+                        self._profile(command)
+                    case RecordLoads():
+                        self.link.send(self.records.carry_out(command))
             if tick.commands:
                 self._report([])
+
+    def _profile(self, command: Profile) -> None:
+        if not command.num_steps:
+            self.runner.trace.end()
+            return
+
+        def deliver(spans: list[Span]) -> None:
+            self.link.send(Profiled(self.rank, command.request, spans))
+
+        self.runner.trace.begin(command.num_steps, deliver)
 
     def _submit(self, command: Submit) -> None:
         sequence = Sequence(
@@ -156,6 +180,7 @@ class Engine:
             has_work=int(self.scheduler.has_work),
             last_tick=self.link.last_tick,
             stop=int(self.stopping),
+            prefill=int(any(not item.is_decode for item in plan.scheduled)),
             forward_us=times.forward_us if times else 0,
             wait_us=times.wait_us if times else 0,
             experts_us=times.experts_us if times else 0,
@@ -171,6 +196,10 @@ class Engine:
         stats.num_cached_blocks = blocks.num_cached
         stats.prefix_queries = blocks.prefix_queries
         stats.prefix_hits = blocks.prefix_hits
+        traffic = self.runner.moe.dispatcher.traffic
+        stats.bytes_within_host = traffic.bytes_within_host
+        stats.bytes_between_hosts = traffic.bytes_between_hosts
+        stats.dispatch_rounds = traffic.rounds
         self.link.send(StepOutput(rank=self.rank, updates=updates, stats=stats))
 
 

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 from tqdm.auto import tqdm
@@ -19,7 +20,7 @@ from moe_runtime.config import EngineConfig
 from moe_runtime.core import SamplingParams
 from moe_runtime.engine.async_llm import AsyncLLM
 from moe_runtime.engine.messages import RankStats
-from moe_runtime.engine.outputs import RequestOutput
+from moe_runtime.engine.outputs import ProfileResult, RequestOutput
 from moe_runtime.engine.requests import Prompt, PromptDict
 from moe_runtime.errors import ConfigError, EngineDeadError, RequestError
 
@@ -144,6 +145,34 @@ class LLM:
         """Drop the cached KV of all ranks; it takes effect before any later request."""
         self._raise_if_closed()
         self._thread.run(self._engine.reset_prefix_cache())
+
+    def start_expert_distribution_record(self) -> None:
+        """Forget the expert loads recorded so far and record from now on. (Recording is on from the start.)"""
+        self._raise_if_closed()
+        self._thread.run(self._engine.start_expert_distribution_record())
+
+    def stop_expert_distribution_record(self) -> None:
+        """Record no more; what was recorded can still be written."""
+        self._raise_if_closed()
+        self._thread.run(self._engine.stop_expert_distribution_record())
+
+    def dump_expert_distribution_record(self, folder: str | Path | None = None) -> Path:
+        """Write what was recorded; returns the folder, by default a new one inside `expert_distribution_dir`.
+
+        Raises CapacityError if a rank cannot write there.
+        """
+        self._raise_if_closed()
+        return self._thread.run(self._engine.dump_expert_distribution_record(folder)).folder
+
+    def start_profile(self, num_steps: int = 20) -> None:
+        """Trace the next steps of all ranks, as many as `num_steps` at most. Raises RequestError if that is under way."""
+        self._raise_if_closed()
+        self._thread.run(self._engine.start_profile(num_steps))
+
+    def stop_profile(self, file: str | Path | None = None) -> ProfileResult:
+        """Write what was traced, all ranks in one file for https://ui.perfetto.dev, by default a new one in `trace_dir`."""
+        self._raise_if_closed()
+        return self._thread.run(self._engine.stop_profile(file))
 
     def close(self) -> None:
         """End the ranks and wait for them. Repeated calls have no effect; leaving the program does it too."""

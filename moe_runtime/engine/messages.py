@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from moe_runtime.core import SamplingParams, TokenLogprobs
+from moe_runtime.profiling.timeline import Span
 
 
 class Submit(msgspec.Struct, tag="submit"):
@@ -39,7 +41,28 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
     """Drop every cached block that no running sequence uses."""
 
 
-Command = Submit | Abort | Stop | ResetPrefixCache
+class RecordLoads(msgspec.Struct, tag="record_loads"):
+    """Start, stop or write the record of expert loads; the rank answers with Recorded."""
+
+    request: int
+    """By which the answer is known."""
+    action: Literal["start", "stop", "dump"]
+    folder: str = ""
+    """Where to write; on the rank's host."""
+    model: str = ""
+    """The name under which the model is served, for the record."""
+
+
+class Profile(msgspec.Struct, tag="profile"):
+    """Keep the spans of the next steps and send them as Profiled."""
+
+    request: int
+    """By which the answer is known."""
+    num_steps: int
+    """0: end what is under way, and send what there is."""
+
+
+Command = Submit | Abort | Stop | ResetPrefixCache | RecordLoads | Profile
 
 
 class Tick(msgspec.Struct):
@@ -123,6 +146,16 @@ class RankStats(msgspec.Struct):
     prefix_hits: int = 0
     preemptions: int = 0
     steps: int = 0
+    wait_us: int = 0
+    """Waited for other ranks' rows."""
+    forward_us: int = 0
+    """Spent in forward passes."""
+    bytes_within_host: int = 0
+    """Of rows and the words beside them that the dispatcher sent to other ranks of this host."""
+    bytes_between_hosts: int = 0
+    """Likewise, to ranks of other hosts."""
+    dispatch_rounds: int = 0
+    """Exchanges between ranks, in dispatch and combine."""
     two_batch_steps: int = 0
     """Steps of which one half was computed while the other half's tokens travelled."""
     chunked_steps: int = 0
@@ -145,6 +178,34 @@ class StepOutput(msgspec.Struct, tag="step"):
     rank: int
     updates: list[SequenceUpdate]
     stats: RankStats
+
+
+class LoadNews(msgspec.Struct, tag="loads"):
+    """Rank -> front-end, about once a second while it computes: what its experts have done since the last one."""
+
+    rank: int
+    steps: list[tuple[int, int, list[int]]]
+    """(step, index into placement.record.PHASES, expert rows computed in each MoE layer)."""
+
+
+class Recorded(msgspec.Struct, tag="recorded"):
+    """Rank -> front-end: the answer to RecordLoads."""
+
+    rank: int
+    request: int
+    num_windows: int = 0
+    num_steps: int = 0
+    """In the record."""
+    error: str = ""
+    """Why it could not be done."""
+
+
+class Profiled(msgspec.Struct, tag="profiled"):
+    """Rank -> front-end: what a rank did when, once the steps of a Profile are over."""
+
+    rank: int
+    request: int
+    spans: list[Span]
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -180,4 +241,4 @@ class Failed(msgspec.Struct, tag="failed"):
     message: str
 
 
-RankMessage = StepOutput | Ready | Progress | Failed
+RankMessage = StepOutput | LoadNews | Recorded | Profiled | Ready | Progress | Failed

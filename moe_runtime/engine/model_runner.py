@@ -14,6 +14,7 @@ from moe_runtime.engine.control import StepTimes
 from moe_runtime.engine.overlap import Way, half, split
 from moe_runtime.errors import CapacityError
 from moe_runtime.experts.cpu import DEQUANT_TILE
+from moe_runtime.placement.recorder import PartTokens
 from moe_runtime.profiling.timeline import EXPERTS, WAIT
 from moe_runtime.quantization import GROUP
 from moe_runtime.topology import free_memory_bytes
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from moe_runtime.models.decoder import Decoder
     from moe_runtime.models.spec import ModelSpec
     from moe_runtime.moe import ExpertParallelMoe
+    from moe_runtime.placement.recorder import LoadRecorder
     from moe_runtime.profiling.trace import StepTrace
     from moe_runtime.topology import Topology
 
@@ -68,6 +70,18 @@ def build_batch(plan: StepPlan, block_size: int, max_num_tokens: int, device: to
     )
 
 
+def part_tokens(plan: StepPlan, recorder: LoadRecorder) -> PartTokens:
+    """What the recorder must know of the tokens of `plan`, in the order of `build_batch`."""
+    decode: list[int] = []
+    sampled: list[tuple[int, int, int]] = []
+    for item in plan.scheduled:
+        number = recorder.routes.request_number(item.sequence.request_id)
+        if number is not None:
+            sampled.append((len(decode), item.num_new_tokens, number))
+        decode += [int(item.is_decode)] * item.num_new_tokens
+    return PartTokens(torch.tensor(decode, dtype=torch.int64), tuple(sampled))
+
+
 @dataclass(frozen=True)
 class ModelRunner:
     """One rank's model, cache and kernels."""
@@ -79,6 +93,7 @@ class ModelRunner:
     block_size: int
     device: torch.device
     trace: StepTrace
+    recorder: LoadRecorder
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, agreed: Agreement, way: Way) -> tuple[torch.Tensor, StepTimes]:
@@ -94,17 +109,20 @@ class ModelRunner:
         if way is Way.TWO_BATCHES:
             pieces = list(zip(split(plan, half(plan)), agreed.max_halves, strict=True))
         parts = [self._prepare(part, limit) for part, limit in pieces]
+        self.recorder.begin_step([part_tokens(part, self.recorder) for part, _ in pieces])
         moe = replace(self.moe, chunks=2) if way is Way.CHUNKS else self.moe
         logits = self.decoder(parts, self.attention, moe)
         timeline.lap("head")
         forward_ns = timeline.end_step(tokens=plan.num_tokens, halves=len(parts))
         self.trace.step_done()
-        return logits, StepTimes(
+        times = StepTimes(
             # A forward pass without MoE layers does not wait; 0 would say that there are no times.
             forward_us=max(1, forward_ns // 1000),
             wait_us=timeline.totals_ns[WAIT] // 1000,
             experts_us=timeline.totals_ns[EXPERTS] // 1000,
         )
+        self.recorder.end_step(times.forward_us, times.wait_us, agreed.prefill)
+        return logits, times
 
     def _prepare(self, plan: StepPlan, max_num_tokens: int) -> tuple[ForwardBatch, Any]:
         batch = build_batch(plan, self.block_size, max_num_tokens, self.device)
@@ -112,7 +130,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Write what has been traced, and close the dispatcher."""
-        self.trace.close()
+        self.trace.end()
         self.moe.dispatcher.close()
 
 

@@ -3,6 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class DumpedRecord:
+    """A record of expert loads that has been written; `placement.record.load_record` reads it."""
+
+    folder: Path
+    num_windows: int
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """A trace of all ranks that has been written."""
+
+    file: Path
+    summary: dict[str, Any]
+    """See `profiling.joined.summarize`."""
 
 
 @dataclass(frozen=True)

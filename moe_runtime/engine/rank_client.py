@@ -5,12 +5,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from moe_runtime.engine.in_flight import InFlight, InFlightSequence
-from moe_runtime.engine.messages import Abort, Failed, SequenceUpdate, StepOutput, Stop
+from moe_runtime.engine.messages import (
+    Abort,
+    Failed,
+    LoadNews,
+    Profile,
+    Profiled,
+    Recorded,
+    RecordLoads,
+    SequenceUpdate,
+    StepOutput,
+    Stop,
+)
 from moe_runtime.engine.streams import CompletionStream, RequestStream
-from moe_runtime.errors import EngineDeadError, LockstepError, RequestError
+from moe_runtime.errors import CapacityError, EngineDeadError, LockstepError, RequestError
+from moe_runtime.placement.balancedness import BalanceWatch
 
 if TYPE_CHECKING:
     from moe_runtime.engine.frontend_link import FrontendLink
@@ -21,6 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RecordAction = Literal["start", "stop", "dump"]
+_RECORD_S = 60.0
+"""How long all ranks together may take to carry out a command about the record."""
 _LAST_WORDS_S = 0.3
 """A dying rank's reason may arrive after its death is noticed; streams get the better of the two."""
 _LEAVE_S = 10.0
@@ -35,6 +50,9 @@ class RankClient:
     def __init__(self, link: FrontendLink, chooser: RankChooser) -> None:
         """`chooser` is told of the load that requests make, and of the ranks' own figures."""
         self.in_flight = InFlight(chooser)
+        self.balance = BalanceWatch(link.num_ranks)
+        self._answers: dict[int, asyncio.Queue[Any]] = {}
+        """Of commands that wait for them, by number."""
         self._link = link
         self._chooser = chooser
         self._numbers = itertools.count()
@@ -62,6 +80,54 @@ class RankClient:
     def tell_all(self, command: Command) -> None:
         """Send every rank a command."""
         self._link.send_tick({rank: [command] for rank in range(self._link.num_ranks)})
+
+    async def record(self, action: RecordAction, folder: str = "", model: str = "") -> list[Recorded]:
+        """Have every rank start, stop or write its record; their answers, by rank.
+
+        Raises CapacityError with what went wrong on a rank, or if one does not answer (it may be in a long step), EngineDeadError.
+        """
+        self.raise_if_dead()
+        told: list[Recorded] = []
+        try:
+            async with asyncio.timeout(_RECORD_S):
+                told = await self._ask(RecordLoads(next(self._numbers), action, folder, model))
+        except TimeoutError:
+            raise CapacityError(
+                f"{action} of the record: not all ranks answered within {_RECORD_S:.0f} s"
+            ) from None
+        wrong = [f"rank {answer.rank}: {answer.error}" for answer in told if answer.error]
+        if wrong:
+            raise CapacityError(f"{action} of the record: " + "; ".join(wrong))
+        return sorted(told, key=lambda answer: answer.rank)
+
+    async def profile(self, num_steps: int) -> list[Profiled]:
+        """What every rank does in the next `num_steps` steps, or up to `end_profile`. Raises EngineDeadError."""
+        self.raise_if_dead()
+        told: list[Profiled] = await self._ask(Profile(next(self._numbers), num_steps))
+        return told
+
+    def end_profile(self) -> None:
+        """Have the ranks send what they have for a `profile` under way."""
+        self.tell_all(Profile(0, 0))
+
+    async def _ask(self, command: RecordLoads | Profile) -> list[Any]:
+        """Send a command to all ranks and wait for their answers, or raise EngineDeadError if the ranks are gone first."""
+        answers = self._answers[command.request] = asyncio.Queue()
+        told: list[Any] = []
+        try:
+            self.tell_all(command)
+            while len(told) < self._link.num_ranks:
+                task = self._loop.create_task(answers.get())
+                either: list[asyncio.Future[Any]] = [task, self._dead]
+                try:
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                    self.raise_if_dead()
+                    told.append(await task)
+                finally:
+                    task.cancel()
+            return told
+        finally:
+            del self._answers[command.request]
 
     def send(
         self,
@@ -131,6 +197,11 @@ class RankClient:
                     self._chooser.stats[message.rank] = message.stats
                     for news in message.updates:
                         self._on_news(news)
+                elif isinstance(message, LoadNews):
+                    self.balance.see(message.rank, message.steps)
+                elif isinstance(message, Recorded | Profiled):
+                    if message.request in self._answers:
+                        self._answers[message.request].put_nowait(message)
                 elif isinstance(message, Failed):
                     self._on_failure(message)
         except Exception as exc:

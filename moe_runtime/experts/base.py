@@ -5,7 +5,7 @@ Legend: R token rows, S expert rows, D hidden, F expert intermediate size, p slo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -36,6 +36,12 @@ class ExpertWeights:
     """float32 [p, *scheme.scale_shape(D, F)]."""
     quantize_activations: bool = False
     """Under a scheme: whether x and the activation's result are rounded to FP8 too (W8A8), or stay as they are (W8A16)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all slots, with scales and biases."""
+        tensors = (getattr(self, field.name) for field in fields(self))
+        return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
 
     def dequantize_gate_up(self, slot: int) -> torch.Tensor:
         """A slot's [2F, D] (or [F, D]) in float32."""

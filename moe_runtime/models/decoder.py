@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from moe_runtime.attention.base import AttentionBackend
-    from moe_runtime.core import ForwardBatch
+    from moe_runtime.core import ForwardBatch, Routing
     from moe_runtime.experts.router import Router
     from moe_runtime.layers.ops import LayerOps
     from moe_runtime.layers.rope import Rotation
@@ -134,10 +134,13 @@ class MoeMlp(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, moe: RoutedExperts, max_num_tokens: int) -> MoePass:
         """x_TD: normed hidden states, T may be 0. Sends rows to their experts; the output is the pass's."""
-        routing = self.route(self.router(x_TD), self.routing_method, None, self.weights_dtype)
+
+        def choose() -> Routing:
+            return self.route(self.router(x_TD), self.routing_method, None, self.weights_dtype)
+
         shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
         weights = self.expert_weights()
-        return moe.begin(MoeInput(self.moe_layer, x_TD, routing, weights, max_num_tokens, shared))
+        return moe.begin(MoeInput(self.moe_layer, x_TD, choose, weights, max_num_tokens, shared))
 
     def _shared(self, x_TD: torch.Tensor) -> torch.Tensor:
         assert self.shared_expert is not None

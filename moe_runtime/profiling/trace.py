@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moe_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from moe_runtime.profiling.timeline import Span, Timeline
 
@@ -57,37 +57,52 @@ def write_trace(path: Path, events: list[Event]) -> None:
 
 
 class StepTrace:
-    """Writes FOLDER/rank<r>.json once `num_steps` steps have been recorded, or at close() what there is."""
+    """Keeps the spans of some steps of a rank, then hands them over."""
 
-    def __init__(self, timeline: Timeline, folder: Path, rank: int, num_steps: int) -> None:
-        """num_steps 0 records nothing. Raises ConfigError if the folder cannot be made."""
-        self._timeline, self._rank = timeline, rank
-        self._path = folder / f"rank{rank}.json"
-        self._left = num_steps
-        if num_steps:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"trace_dir={str(folder)!r}: cannot be made: {error.strerror}") from error
-        timeline.keep = num_steps > 0
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._left = 0
+        self._deliver: Callable[[list[Span]], None] | None = None
+
+    def begin(self, num_steps: int, deliver: Callable[[list[Span]], None]) -> None:
+        """Keep the spans of the next `num_steps` steps, at least 1; then `deliver` gets them. Ends what was under way."""
+        self.end()
+        self._left, self._deliver = num_steps, deliver
+        self._timeline.keep = True
 
     def step_done(self) -> None:
-        """Count a step; write after the last one."""
+        """Count a step; hand over after the last one."""
         if self._left:
             self._left -= 1
             if not self._left:
-                self.close()
+                self.end()
 
-    def close(self) -> None:
-        """Write what was recorded and not written yet. Idempotent."""
+    def end(self) -> None:
+        """Hand over what there is, if any is being kept. Idempotent."""
+        deliver, self._deliver = self._deliver, None
         self._timeline.keep, self._left = False, 0
         spans, self._timeline.spans = self._timeline.spans, []
+        if deliver is not None:
+            deliver(spans)
+
+
+def trace_file(folder: Path, rank: int) -> Callable[[list[Span]], None]:
+    """Writes a rank's spans to FOLDER/rank<r>.json. Raises ConfigError if the folder cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"trace_dir={str(folder)!r}: cannot be made: {error.strerror}") from error
+    path = folder / f"rank{rank}.json"
+
+    def write(spans: list[Span]) -> None:
         if not spans:
             return
         try:
-            write_trace(self._path, trace_events(self._rank, spans))
+            write_trace(path, trace_events(rank, spans))
         except OSError as error:
             # A full disk is no reason to end a server.
-            logger.warning("the trace %s cannot be written: %s", self._path, error)
+            logger.warning("the trace %s cannot be written: %s", path, error)
         else:
-            logger.info("trace written: %s (open it at https://ui.perfetto.dev)", self._path)
+            logger.info("trace written: %s (open it at https://ui.perfetto.dev)", path)
+
+    return write

@@ -26,7 +26,9 @@ from moe_runtime.server.completions import CompletionJob
 from moe_runtime.server.context import ModelContext
 from moe_runtime.server.errors import ApiError, as_api_error, invalid
 from moe_runtime.server.gate import Gate
+from moe_runtime.server.load_records import load_router
 from moe_runtime.server.parsing import parse
+from moe_runtime.server.profile import profile_router
 from moe_runtime.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -73,7 +75,7 @@ def create_app(state: ServerState) -> ASGIApp:
         summary="OpenAI-compatible API of a Mixture-of-Experts runtime",
         root_path=state.config.root_path,
     )
-    routers = (_api_router(state), admin_router(state))
+    routers = (_api_router(state), admin_router(state), load_router(state), profile_router(state))
     for router in routers:
         app.include_router(router)
     for path, what in _NOT_BUILT.items():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Protocol
 
 from moe_runtime.config import EngineConfig
 from moe_runtime.core import SamplingParams
 from moe_runtime.engine.messages import RankStats, Ready
-from moe_runtime.engine.outputs import CompletionDelta
+from moe_runtime.engine.outputs import CompletionDelta, DumpedRecord, ProfileResult
 from moe_runtime.engine.tokenizer import Tokenizer
 from moe_runtime.errors import EngineDeadError
+from moe_runtime.placement.balancedness import BalanceWatch
 
 
 class Engine(Protocol):
@@ -62,6 +64,25 @@ class Engine(Protocol):
 
     async def reset_prefix_cache(self) -> None:
         """Tell all ranks to drop the cached blocks that no running sequence uses. Raises EngineDeadError."""
+
+    @property
+    def balance(self) -> BalanceWatch:
+        """How evenly the ranks' experts are loaded."""
+
+    async def start_expert_distribution_record(self) -> None:
+        """Forget the expert loads recorded so far and record from now on. Raises CapacityError, EngineDeadError."""
+
+    async def stop_expert_distribution_record(self) -> None:
+        """Record no more. Raises CapacityError, EngineDeadError."""
+
+    async def dump_expert_distribution_record(self, folder: str | Path | None = None) -> DumpedRecord:
+        """Write the record. Raises CapacityError, EngineDeadError."""
+
+    async def start_profile(self, num_steps: int = 20) -> None:
+        """Trace the next steps. Raises RequestError, EngineDeadError."""
+
+    async def stop_profile(self, file: str | Path | None = None) -> ProfileResult:
+        """Write the trace. Raises RequestError, CapacityError, EngineDeadError."""
 
     async def close(self) -> None:
         """Stop the ranks. Streams still open raise EngineDeadError."""

@@ -79,6 +79,8 @@ async def _answer_all(
             async with asyncio.TaskGroup() as group:
                 for _ in range(_REQUESTS_PER_SEAT * config.max_num_seqs * config.ep):
                     group.create_task(work())
+        if batch.record is not None:
+            await engine.dump_expert_distribution_record(batch.record)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     finally:

@@ -201,7 +201,7 @@ class Lifecycle:
             vocab_size=llm.vocab_size,
             sampling_defaults=llm.default_sampling if use_defaults else {},
         )
-        metrics = ServerMetrics(name, llm.max_model_len, lambda: llm.stats)
+        metrics = ServerMetrics(name, llm.max_model_len, lambda: llm.stats, llm.balance)
         self.state.serving = Serving(llm, context, metrics)
         self.state.phase = Phase.READY
         line = curl_line(self._sock.getsockname(), context)

@@ -17,6 +17,8 @@ from prometheus_client.registry import Collector
 from moe_runtime.core import SamplingParams
 from moe_runtime.engine.messages import REQUEST_TIME_BOUNDS, STEP_TOKEN_BOUNDS, Distribution, RankStats
 from moe_runtime.engine.outputs import CompletionDelta
+from moe_runtime.placement.balancedness import WINDOW_STEPS, BalanceWatch
+from moe_runtime.placement.record import PHASES
 
 PREFIX = "moe_runtime:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,6 +34,11 @@ ITL_BUCKETS = (
 N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 FINISH_REASONS = ("stop", "length", "abort")
+
+_SHARES_OF_BYTES: dict[str, Callable[[RankStats], float]] = {
+    "intra": lambda s: s.bytes_within_host,
+    "inter": lambda s: s.bytes_between_hosts,
+}
 
 Stats = Callable[[], Sequence[RankStats]]
 
@@ -58,6 +65,9 @@ _COUNTERS: dict[str, tuple[str, Callable[[RankStats], float]]] = {
         lambda s: s.two_batch_steps,
     ),
     "chunked_steps": ("Steps whose MoE rows travelled in chunks", lambda s: s.chunked_steps),
+    "moe_dispatch_wait_seconds": ("Waited for other ranks' rows", lambda s: s.wait_us / 1e6),
+    "forward_seconds": ("Spent in forward passes, waiting included", lambda s: s.forward_us / 1e6),
+    "moe_dispatch_rounds": ("Exchanges between ranks in dispatch and combine", lambda s: s.dispatch_rounds),
     "num_preemptions": ("Sequences pushed out of the running batch to free blocks", lambda s: s.preemptions),
 }
 _DISTRIBUTIONS: dict[str, tuple[str, Sequence[float], Callable[[RankStats], Distribution]]] = {
@@ -73,9 +83,10 @@ _DISTRIBUTIONS: dict[str, tuple[str, Sequence[float], Callable[[RankStats], Dist
 class _RankCollector(Collector):
     """Reads the ranks' own counts when a scrape asks for them."""
 
-    def __init__(self, model_name: str, stats: Stats) -> None:
+    def __init__(self, model_name: str, stats: Stats, balance: BalanceWatch) -> None:
         self._model_name = model_name
         self._stats = stats
+        self._balance = balance
 
     def collect(self) -> Iterator[Metric]:
         per_rank = list(enumerate(self._stats()))
@@ -102,6 +113,36 @@ class _RankCollector(Collector):
                 buckets = list(zip(ends, itertools.accumulate(found.counts), strict=True))
                 histogram.add_metric([self._model_name, str(rank)], buckets, found.total)
             yield histogram
+        traffic = CounterMetricFamily(
+            PREFIX + "moe_dispatch_bytes",
+            "Rows sent to other ranks by dispatch and combine, as far as the host counts them (not by kernels on GPUs)",
+            labels=[*labels, "scope"],
+        )
+        for rank, stats in per_rank:
+            for scope, read in _SHARES_OF_BYTES.items():
+                traffic.add_metric([self._model_name, str(rank), scope], read(stats))
+        yield traffic
+        yield from self._loads()
+
+    def _loads(self) -> Iterator[Metric]:
+        rows = CounterMetricFamily(
+            PREFIX + "moe_rank_tokens",
+            "Expert rows computed; prefill: in steps in which some rank computed tokens of a prompt",
+            labels=["model_name", "ep_rank", "phase"],
+        )
+        even = GaugeMetricFamily(
+            PREFIX + "eplb_balancedness",
+            f"Mean over ranks of expert rows over those of the fullest rank, of the latest {WINDOW_STEPS} steps; 1 is even",
+            labels=["model_name", "phase"],
+        )
+        for phase, rows_N in zip(PHASES, self._balance.rows, strict=True):
+            for rank, count in enumerate(rows_N):
+                rows.add_metric([self._model_name, str(rank), phase], count)
+            value = self._balance.of(phase)
+            if value is not None:
+                even.add_metric([self._model_name, phase], value)
+        yield rows
+        yield even
 
 
 def token_buckets(largest: int) -> list[float]:
@@ -119,9 +160,9 @@ def token_buckets(largest: int) -> list[float]:
 class ServerMetrics:
     """All metrics of one server, in a registry of their own."""
 
-    def __init__(self, model_name: str, max_model_len: int, stats: Stats) -> None:
+    def __init__(self, model_name: str, max_model_len: int, stats: Stats, balance: BalanceWatch) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_RankCollector(model_name, stats))
+        self.registry.register(_RankCollector(model_name, stats, balance))
         self._model_name = model_name
         tokens = token_buckets(max_model_len)
         self.ttft = self._histogram(

@@ -27,7 +27,7 @@ from moe_runtime.models.registry import load_spec
 from moe_runtime.moe import ExpertParallelMoe
 from moe_runtime.placement.layout import contiguous, layer_placement
 from moe_runtime.profiling.timeline import Timeline
-from moe_runtime.profiling.trace import StepTrace
+from moe_runtime.profiling.trace import StepTrace, trace_file
 from tests.helpers.dispatch_cases import TIMEOUT, exchange
 from tests.helpers.spawn import run_ranks
 from tests.helpers.tiny_models import FullAttention, make_tiny, whole_batch
@@ -71,7 +71,8 @@ def passes(rank: int, num_ranks: int, folder: str, seed: int) -> torch.Tensor:
     attention, experts, timeline = SlowAttention(spec.attention_specs()), SlowExperts(), Timeline()
     placements = [layer_placement(placement, layer, rank) for layer in range(spec.num_moe_layers)]
     moe = ExpertParallelMoe(dispatcher, experts, placements, rank, timeline)
-    trace = StepTrace(timeline, Path(folder) / "trace", rank, 2 * REPEATS)
+    trace = StepTrace(timeline)
+    trace.begin(2 * REPEATS, trace_file(Path(folder) / "trace", rank))
     prompts = [[5 * rank + i, 2, 3, 4 + i] for i in range(2)]
 
     whole, halves = whole_batch(prompts), [whole_batch([p]) for p in prompts]

@@ -161,7 +161,8 @@ class LoopExperts:
         self.calls.append((work.moe_layer, len(x_TD), work.max_num_tokens))
         act = transformers.activations.ACT2FN[weights.activation]
         out = torch.zeros(x_TD.shape)
-        ids_TK, scales_TK = work.routing.topk_ids_TK, work.routing.topk_weights_TK
+        routing = work.route()
+        ids_TK, scales_TK = routing.topk_ids_TK, routing.topk_weights_TK
         for token, (ids, scales) in enumerate(zip(ids_TK.tolist(), scales_TK.tolist(), strict=True)):
             for expert, scale in zip(ids, scales, strict=True):
                 slot = self.slots[work.moe_layer].get(expert)

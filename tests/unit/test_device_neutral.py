@@ -46,7 +46,7 @@ class ShapesOnly:
         return torch.empty_like(q_THd)
 
     def begin(self, work: MoeInput) -> ShapesOnlyPass:
-        plan = plan_dispatch(work.routing, self.placement, 0, work.max_num_tokens)
+        plan = plan_dispatch(work.route(), self.placement, 0, work.max_num_tokens)
         assert plan.global_slot_TK.device == META
         self.moe_calls += 1
         return ShapesOnlyPass(work)

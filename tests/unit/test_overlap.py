@@ -110,7 +110,7 @@ def test_batches_in_turn_are_batches_alone(family: str, tmp_path: Path, seed: in
 
 def agreement(tokens: int) -> Agreement:
     first = (tokens + 1) // 2
-    return Agreement(tokens, (first, tokens - first), True, 0, True, False, None)
+    return Agreement(tokens, (first, tokens - first), True, 0, True, False, False, None)
 
 
 class Machine:

@@ -1,0 +1,126 @@
+"""A rank's record of expert loads as the engine deals with it: commands are carried out, and news goes to the front-end."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_runtime.dispatch.fp8_payload import row_bytes
+from moe_runtime.engine.messages import LoadNews, Recorded
+from moe_runtime.placement.record import RecordMeta, write_meta, write_rank
+from moe_runtime.placement.recorder import KEPT_ROWS
+
+if TYPE_CHECKING:
+    from moe_runtime.config import EngineConfig
+    from moe_runtime.engine.messages import RecordLoads
+    from moe_runtime.models.spec import ModelSpec
+    from moe_runtime.placement.recorder import LoadRecorder
+    from moe_runtime.topology import Topology
+
+NEWS_INTERVAL_S = 1.0
+
+
+@dataclass
+class LoadRecords:
+    """One rank's. `what` describes the model; its `model`, `started_at` and `placements` are filled in when a record is written."""
+
+    rank: int
+    recorder: LoadRecorder
+    what: RecordMeta
+    _started_at: str = ""
+    _last_news: float = 0.0
+    _steps_since: int = 0
+
+    def __post_init__(self) -> None:
+        self._started_at = _now()
+
+    def carry_out(self, command: RecordLoads) -> Recorded:
+        """Start, stop or write. What goes wrong with files is part of the answer, and no reason for the rank to end."""
+        error = ""
+        match command.action:
+            case "start":
+                self.recorder.start()
+                self._started_at = _now()
+            case "stop":
+                self.recorder.stop()
+            case "dump":
+                try:
+                    return self._dump(Path(command.folder), command)
+                except OSError as problem:
+                    error = f"{command.folder}: {problem.strerror or problem}"
+        return Recorded(self.rank, command.request, error=error)
+
+    def _dump(self, folder: Path, command: RecordLoads) -> Recorded:
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays = self.recorder.arrays()
+        write_rank(folder, self.rank, arrays)
+        if self.rank == 0:
+            fields = {name: getattr(self.what, name) for name in self.what.__struct_fields__}
+            fields |= {
+                "model": command.model,
+                "started_at": self._started_at,
+                "placements": self.recorder.placements,
+            }
+            write_meta(folder, RecordMeta(**fields))
+        num_steps = arrays["num_steps_W"]
+        return Recorded(self.rank, command.request, len(num_steps), int(num_steps.sum()))
+
+    def news(self) -> LoadNews | None:
+        """After each step: what the front-end should hear now, if anything."""
+        self._steps_since += 1
+        now = time.monotonic()
+        if now - self._last_news < NEWS_INTERVAL_S and self._steps_since < KEPT_ROWS:
+            return None
+        self._last_news, self._steps_since = now, 0
+        return LoadNews(self.rank, [(s.step, s.phase, s.rows) for s in self.recorder.take_rows()])
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def describe(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology, expert_bytes: int
+) -> RecordMeta:
+    """The parts of a record's description that hold for the whole run. expert_bytes: of one expert of one layer."""
+    return_bytes = spec.hidden_size * dtype.itemsize
+    sent_bytes = row_bytes(spec.hidden_size) if config.dispatch_dtype == "fp8" else return_bytes
+    return RecordMeta(
+        model="",
+        checkpoint=checkpoint_identity(Path(config.model)),
+        architecture=spec.architecture,
+        num_layers=spec.num_moe_layers,
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+        num_ranks=topology.world_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.moe_intermediate_size,
+        expert_bytes=expert_bytes,
+        row_bytes=sent_bytes,
+        return_bytes=return_bytes,
+        dtype=str(dtype).removeprefix("torch."),
+        hardware=f"{_device_name(topology.device)}, {topology.local_world_size} ranks on rank 0's host",
+        started_at="",
+        placements=[],
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
+def checkpoint_identity(folder: Path) -> str:
+    """sha256 of config.json and of the names and sizes of the weight files."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"\n{path.name} {path.stat().st_size}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,140 @@
+"""Recording the expert loads of a real server at ep 2, over HTTP and from Python."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import numpy as np
+import pytest
+
+from moe_runtime import LLM, SamplingParams
+from moe_runtime.errors import CapacityError
+from moe_runtime.placement.record import load_record
+from tests.helpers.real_server import RealServer
+from tests.helpers.tiny_models import make_tiny
+from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FLAGS = ("--num-kv-blocks", "64", "--dtype", "float32", "--record-routes-share", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"checkpoint seed {seed}")
+    make_tiny("qwen3_moe", folder, seed, vocab_size=VOCAB_SIZE)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def http(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    where = tmp_path_factory.mktemp("records")
+    flags = (*FLAGS, "--expert-distribution-dir", str(where), "--trace-dir", str(where))
+    with (
+        RealServer(folder, 2, where / "server.log", *flags) as server,
+        httpx.Client(base_url=server.base_url, timeout=120) as client,
+    ):
+        yield client
+
+
+def complete(http: httpx.Client, prompt: list[int], num_tokens: int) -> list[str]:
+    body = {"model": http.get("/v1/models").json()["data"][0]["id"], "prompt": prompt, "max_tokens": num_tokens,
+            "ignore_eos": True, "temperature": 0}  # fmt: skip
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return [choice["text"] for choice in answer.json()["choices"]]
+
+
+def test_a_record_over_http(http: httpx.Client) -> None:
+    assert http.post("/start_expert_distribution_record").json() == {"success": True, "recording": True}
+    complete(http, list(range(5, 25)), 9)
+    assert http.post("/stop_expert_distribution_record").json() == {"success": True, "recording": False}
+    complete(http, list(range(30, 40)), 5)
+    dumped = http.post("/dump_expert_distribution_record").json()
+    record = load_record(Path(dumped["folder"]))
+    meta = record.meta
+    assert (meta.num_ranks, meta.architecture) == (2, "Qwen3MoeForCausalLM")
+    # 20 tokens of a prompt, then 8 of the 9 that were generated; those of the second request came after the stop.
+    assert record.tokens_WPN.sum(axis=(0, 2)).tolist() == [20, 8]
+    assert dumped["num_steps"] == record.num_steps_W.sum() == 9
+    sums = record.counts_WPNLE.sum(axis=(0, 2, 4))
+    assert sums.tolist() == [[20 * meta.top_k] * meta.num_layers, [8 * meta.top_k] * meta.num_layers]
+    # The routes say the same.
+    routes = record.routes
+    assert routes.topk_ids_tLK.shape == (28, meta.num_layers, meta.top_k)
+    for layer in range(meta.num_layers):
+        counted = np.bincount(routes.topk_ids_tLK[:, layer].ravel(), minlength=meta.num_experts)
+        assert counted.tolist() == record.loads[:, layer].sum(axis=0).tolist()
+    assert (record.forward_us_WN.sum(axis=0) > 0).all()
+
+
+def test_metrics_tell_of_loads(http: httpx.Client) -> None:
+    for _ in range(3):
+        complete(http, list(range(7, 30)), 40)
+    text = http.get("/metrics").text
+    values = {
+        name: float(value)
+        for name, value in re.findall(
+            r"^moe_runtime:(\S+) (\S+)$", text.replace("model_name=", ""), re.MULTILINE
+        )
+    }
+    even = {name: value for name, value in values.items() if name.startswith("eplb_balancedness")}
+    assert len(even) == 2
+    # With two ranks, from one that has it all to even.
+    assert all(0.5 <= value <= 1.0 for value in even.values()), even
+    for what in ("moe_rank_tokens_total", "moe_dispatch_wait_seconds_total", "moe_dispatch_bytes_total"):
+        assert any(name.startswith(what) and value > 0 for name, value in values.items()), what
+
+
+def test_recording_from_python_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    prompts = [list(range(5, 20)), list(range(8, 30)), [9]]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1)
+    results = []
+    for share in (0.0, 1.0):
+        with LLM(
+            model=str(folder), skip_tokenizer_init=True, num_kv_blocks=64, deterministic=True,
+            record_routes_share=share, expert_distribution_dir=str(tmp_path / "records"),
+        ) as llm:  # fmt: skip
+            results.append(
+                [
+                    (o.outputs[0].token_ids, o.outputs[0].logprobs)
+                    for o in llm.generate(prompts, params, use_tqdm=False)
+                ]
+            )
+            record = load_record(llm.dump_expert_distribution_record())
+            assert record.tokens_WPN.sum() == sum(map(len, prompts)) + 3 * 5
+            assert len(record.routes.step_t) == (record.tokens_WPN.sum() if share else 0)
+            blocked = tmp_path / "file"
+            blocked.touch()
+            with pytest.raises(CapacityError, match=r"rank 0: .*file"):
+                llm.dump_expert_distribution_record(blocked / "below")
+    assert results[0] == results[1]
+
+
+def test_a_trace_over_http(http: httpx.Client) -> None:
+    assert http.post("/stop_profile").status_code == 400
+    assert http.post("/start_profile", json={"num_steps": 0}).status_code == 400
+    assert http.post("/start_profile", json={"steps": 3}).status_code == 400
+    assert http.post("/start_profile", json={"num_steps": 4}).json() == {"success": True, "num_steps": 4}
+    assert http.post("/start_profile").status_code == 400
+    complete(http, list(range(5, 25)), 9)
+    done = http.post("/stop_profile").json()
+    events = json.loads(Path(done["file"]).read_text())["traceEvents"]
+    for rank in range(2):
+        own = [e for e in events if e["pid"] == rank and e["ph"] == "X"]
+        assert sum(e["name"] == "step" for e in own) == 4
+        assert {"attention", "router", "dispatch", "experts", "combine", "wait"} <= {e["name"] for e in own}
+    assert [r["steps"] for r in done["summary"]["ranks"]] == [4, 4]
+    assert done["summary"]["verdict"]
+    # Ended by hand: what there is, which is nothing on an idle server.
+    http.post("/start_profile")
+    assert http.post("/stop_profile").json()["summary"]["verdict"] == "No step was computed."

@@ -1,0 +1,242 @@
+"""The recorder against plain loops: counts by window, phase, layer and expert; bounded memory; padding never counted."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_runtime.errors import ConfigError
+from moe_runtime.placement.balancedness import BalanceWatch, balancedness
+from moe_runtime.placement.record import (
+    PHASES,
+    RANK_ARRAYS,
+    RecordMeta,
+    load_record,
+    rank_file,
+    write_meta,
+    write_rank,
+)
+from moe_runtime.placement.recorder import LoadRecorder, PartTokens
+
+L, E, K = 3, 5, 2
+PLACEMENT = [[[0, 1, 2, 3, 4]]] * L
+WINDOW_BYTES = 4 * 2 * L * (E + 1)
+
+
+def make(windows: int, share: float = 0.0, routes: int = 0) -> LoadRecorder:
+    memory = windows * WINDOW_BYTES
+    if share:
+        memory = 2 * max(memory, routes * (2 * L * K + 13))
+    return LoadRecorder(L, E, K, memory, torch.device("cpu"), PLACEMENT, share)
+
+
+class Step:
+    """A random step in one or two parts."""
+
+    def __init__(self, draw: random.Random, num_parts: int) -> None:
+        sizes = [draw.choice([0, 1, 4, 9]) for _ in range(num_parts)]
+        self.decode = [[draw.randrange(2) for _ in range(size)] for size in sizes]
+        self.ids = [
+            [[[draw.randrange(-1, E) for _ in range(K)] for _ in range(size)] for _ in range(L)]
+            for size in sizes
+        ]
+        self.sampled = [((0, size, 7),) if size and draw.random() < 0.5 else () for size in sizes]
+
+    def play(self, recorder: LoadRecorder, prefill: bool = False) -> None:
+        recorder.begin_step(
+            [
+                PartTokens(torch.tensor(d, dtype=torch.int64), s)
+                for d, s in zip(self.decode, self.sampled, strict=True)
+            ]
+        )
+        for layer in range(L):
+            for ids in self.ids:
+                recorder.count(torch.tensor(ids[layer], dtype=torch.int64).view(-1, K))
+                recorder.computed(torch.tensor([layer, 1]))
+        recorder.end_step(10, 3, prefill)
+
+    def counts(self) -> np.ndarray[Any, Any]:
+        counts = np.zeros((2, L, E), dtype=np.int64)
+        for decode, ids in zip(self.decode, self.ids, strict=True):
+            for layer in range(L):
+                for phase, token in zip(decode, ids[layer], strict=True):
+                    for expert in token:
+                        if expert >= 0:
+                            counts[phase, layer, expert] += 1
+        return counts
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 4, 5, 23, 64])
+def test_windows_hold_what_loops_count(num_steps: int, seed: int) -> None:
+    draw = random.Random(seed)
+    recorder = make(windows=4)
+    steps = [Step(draw, draw.choice([1, 2])) for _ in range(num_steps)]
+    for step in steps:
+        step.play(recorder)
+    arrays = recorder.arrays()
+    assert sorted(arrays) == sorted(RANK_ARRAYS)
+    assert len(arrays["first_step_W"]) <= 4
+    assert arrays["num_steps_W"].sum() == num_steps
+    # Windows are as long as each other, but for the last.
+    assert len(set(arrays["num_steps_W"][:-1].tolist())) <= 1
+    begin = 0
+    for window, length in enumerate(arrays["num_steps_W"]):
+        inside = steps[begin : begin + length]
+        assert arrays["first_step_W"][window] == begin
+        assert (arrays["counts_WPLE"][window] == sum(step.counts() for step in inside)).all()
+        decode = sum(sum(map(sum, step.decode)) for step in inside)
+        assert arrays["tokens_WP"][window].tolist() == [
+            sum(len(part) for step in inside for part in step.decode) - decode,
+            decode,
+        ]
+        assert arrays["wait_us_W"][window] == 3 * length
+        assert arrays["forward_us_W"][window] == 10 * length
+        begin += length
+
+
+@pytest.mark.slow
+def test_a_million_steps_take_no_more_memory() -> None:
+    recorder = LoadRecorder(1, 2, 1, 50 * 4 * 2 * 3, torch.device("cpu"), [[[0, 1]]])
+    part, ids, rows = (
+        [PartTokens(torch.ones(1, dtype=torch.int64))],
+        torch.ones(1, 1).long(),
+        torch.ones(2).long(),
+    )
+    before = recorder.num_bytes
+    for _ in range(1_000_000):
+        recorder.begin_step(part)
+        recorder.count(ids)
+        recorder.computed(rows)
+        recorder.end_step(1, 1, False)
+    assert recorder.num_bytes == before <= 50 * 4 * 2 * 3 + 50 * 80
+    arrays = recorder.arrays()
+    assert 25 <= len(arrays["num_steps_W"]) <= 50
+    assert arrays["counts_WPLE"].sum(axis=0).tolist() == [[[0, 0]], [[0, 1_000_000]]]
+    assert len(recorder.take_rows()) == 128
+
+
+def test_memory_is_what_was_given(seed: int) -> None:
+    recorder = LoadRecorder(58, 256, 8, 64 << 20, torch.device("cpu"), [[[0]]] * 58, 0.5)
+    assert recorder.num_bytes <= 64 << 20
+    with pytest.raises(ConfigError, match="expert_load_memory_mib to 1 at least"):
+        LoadRecorder(58, 256, 8, 1000, torch.device("cpu"), [[[0]]] * 58)
+
+
+def test_start_stop_and_placements(seed: int) -> None:
+    draw = random.Random(seed)
+    recorder = make(windows=64)
+    first, second, third = (Step(draw, 1) for _ in range(3))
+    first.play(recorder)
+    recorder.start()
+    second.play(recorder)
+    other = [[[4, 3, 2, 1, 0]]] * L
+    recorder.set_placement(other)
+    third.play(recorder)
+    recorder.stop()
+    first.play(recorder)
+    arrays = recorder.arrays()
+    assert arrays["first_step_W"].tolist() == [1, 2]
+    assert arrays["placement_W"].tolist() == [0, 1]
+    assert recorder.placements == [PLACEMENT, other]
+    assert (arrays["counts_WPLE"][1] == third.counts()).all()
+    recorder.start()
+    assert recorder.placements == [other]
+    assert len(recorder.arrays()["num_steps_W"]) == 0
+
+
+def test_routes_are_those_of_the_latest_tokens(seed: int) -> None:
+    draw = random.Random(seed)
+    recorder = make(windows=4, share=1.0, routes=20)
+    room = len(recorder.routes._step_t)
+    expected = []
+    for number in range(30):
+        step = Step(draw, 2)
+        step.play(recorder)
+        for decode, ids, sampled in zip(step.decode, step.ids, step.sampled, strict=True):
+            for _ in sampled:
+                for token, phase in enumerate(decode):
+                    expected.append((number, phase, 7, [ids[layer][token] for layer in range(L)]))
+    arrays = recorder.arrays()
+    expected = expected[-room:]
+    assert arrays["routes_step_t"].tolist() == [e[0] for e in expected]
+    assert arrays["routes_phase_t"].tolist() == [e[1] for e in expected]
+    assert arrays["routes_request_t"].tolist() == [e[2] for e in expected]
+    assert arrays["routes_topk_ids_tLK"].tolist() == [e[3] for e in expected]
+
+
+def test_a_share_of_requests_is_sampled(seed: int) -> None:
+    recorder = make(windows=4, share=0.25, routes=10)
+    draw = random.Random(seed)
+    ids = [f"{draw.getrandbits(64):x}#0" for _ in range(4000)]
+    numbers = [recorder.routes.request_number(i) for i in ids]
+    assert numbers == [recorder.routes.request_number(i) for i in ids]
+    assert 800 < sum(n is not None for n in numbers) < 1200
+    assert all(make(4).routes.request_number(i) is None for i in ids)
+
+
+def meta(num_ranks: int) -> RecordMeta:
+    return RecordMeta(
+        model="m", checkpoint="0" * 64, architecture="A", num_layers=L, num_experts=E, top_k=K, num_ranks=num_ranks,
+        hidden_size=8, intermediate_size=4, expert_bytes=96, row_bytes=32, return_bytes=32, dtype="float32",
+        hardware="none", started_at="2026-01-01T00:00:00+00:00", placements=[PLACEMENT],
+    )  # fmt: skip
+
+
+def test_records_are_read_back(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    recorders = [make(windows=8), make(windows=8)]
+    steps = [[Step(draw, 1) for _ in range(13)] for _ in recorders]
+    for recorder, played in zip(recorders, steps, strict=True):
+        for step in played:
+            step.play(recorder)
+    for rank, recorder in enumerate(recorders):
+        write_rank(tmp_path, rank, recorder.arrays())
+    write_meta(tmp_path, meta(2))
+    record = load_record(tmp_path)
+    assert record.counts_WPNLE.shape == (len(record.num_steps_W), 2, 2, L, E)
+    for rank, played in enumerate(steps):
+        assert (record.counts_WPNLE[:, :, rank].sum(axis=0) == sum(s.counts() for s in played)).all()
+    assert (record.loads.sum(axis=0) == sum(s.counts().sum(axis=0) for p in steps for s in p)).all()
+
+
+def test_damaged_records_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"record\.json cannot be read"):
+        load_record(tmp_path)
+    write_meta(tmp_path, meta(1))
+    with pytest.raises(ConfigError, match=r"rank0\.npz: cannot be read"):
+        load_record(tmp_path)
+    rank_file(tmp_path, 0).write_bytes(b"PK\x03\x04 not really")
+    with pytest.raises(ConfigError, match=r"rank0\.npz"):
+        load_record(tmp_path)
+    np.savez(rank_file(tmp_path, 0), evil=np.array([object()], dtype=object))
+    with pytest.raises(ConfigError, match="lacks the arrays"):
+        load_record(tmp_path)
+
+
+def test_balancedness_of_known_cases() -> None:
+    even = np.full((2, 3, 4), 7)
+    assert balancedness(even) == 1.0
+    one = np.zeros((2, 3, 4), dtype=np.int64)
+    one[:, :, 2] = 5
+    assert balancedness(one) == pytest.approx(1 / 4)
+    # Means 2 and 3, fullest 3 and 6.
+    assert balancedness(np.array([[[1, 3], [0, 6]]])) == pytest.approx(5 / 9)
+    assert balancedness(np.zeros((0, 3, 4), dtype=np.int64)) is None
+
+
+def test_the_watch_joins_the_ranks_steps() -> None:
+    watch = BalanceWatch(2)
+    assert watch.of("decode") is None
+    watch.see(0, [(0, 0, [4, 4]), (1, 1, [1, 0]), (2, 1, [9, 9])])
+    assert watch.of("prefill") is None
+    watch.see(1, [(1, 1, [3, 6])])
+    watch.see(1, [(0, 0, [4, 4])])
+    assert watch.of("prefill") == 1.0
+    assert watch.of("decode") == pytest.approx(5 / 9)
+    assert watch.rows == [[8, 8], [19, 9]]
+    assert PHASES == ("prefill", "decode")
