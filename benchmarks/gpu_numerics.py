@@ -128,14 +128,15 @@ def paged_batch(spans: list[tuple[int, int]], size: int, device: torch.device) -
 
 
 def layer_operations(env: Env) -> Rows:
-    """Norms with and without a residual, rows to FP8, gated activations."""
+    """Norms with and without a residual, rows to FP8, deterministic products, gated activations."""
     from moe_runtime.dispatch.fp8_payload import pack_rows
     from moe_runtime.layers.activation import ACTIVATIONS
+    from moe_runtime.layers.invariant import row_dependence
     from moe_runtime.layers.ops import TORCH_OPS
     from moe_runtime.layers.triton_ops import TritonOps
     from moe_runtime.triton_support.fp8_rows import quantize_rows
 
-    ops = TritonOps()
+    ops, invariant = TritonOps(), TritonOps(deterministic=True)
     for dtype in STEP:
         for tokens, hidden in (
             ((1, 1), (9, 130), (3, 2100)) if env.small else ((1, 1), (9, 130), (4096, 2048), (300, 7168))
@@ -153,6 +154,16 @@ def layer_operations(env: Env) -> Rows:
                 STEP[dtype],
             )
             yield same(f"rows to FP8 {what}", pack_rows(normed, quantize_rows), pack_rows(normed))
+        for num_in, num_out in (
+            ((130, 70), (64, 1)) if env.small else ((2048, 5120), (2880, 1), (2048, 151936))
+        ):
+            x = torch.randn(200, num_in, device=env.device).to(dtype)
+            weight = (torch.randn(num_out, num_in, device=env.device) / num_in**0.5).to(dtype)
+            what = f"{dtype} {num_in} to {num_out}"
+            exact = (x.double() @ weight.double().t()).to(dtype)
+            yield close(f"deterministic product {what}", invariant.linear(x, weight), exact, 4 * STEP[dtype])
+            problem = row_dependence(invariant.linear, weight)
+            assert problem is None, problem
         for activation in ACTIVATIONS:
             gate_up = 4 * torch.randn(7, 140, device=env.device).to(dtype)
             ours, expected = (o.gated_activation(gate_up, activation) for o in (ops, TORCH_OPS))

@@ -109,7 +109,7 @@ def make_experts(
     kernels: dict[str, ExpertKernel] = {
         "cpu": CpuExperts(),
         "deterministic": DeterministicExperts(DeterministicOps(Workers(torch.get_num_threads()))),
-        "triton": TritonExperts(topology.device, deterministic=config.deterministic),
+        "triton": TritonExperts(topology.device, config.deterministic, log=topology.rank == 0),
         "reference": ReferenceExperts(),
     }
     reasons = {name: kernel.supports(need) for name, kernel in kernels.items()}

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 PROFILES = Path(__file__).resolve().parents[2] / "profiles" / "kernels"
 GROUP = 128
 """Values that share an FP8 scale; a tile may not lie across two of them."""
+GATHERING_SUMS = 64
+"""Most sums per thread of tiles whose rows descriptors fetch by index."""
 DETERMINISTIC_ROWS = 64
 """Rows of a tile, whatever the batch, where a row's result may not depend on its neighbours."""
 
@@ -93,10 +95,11 @@ class Gpu:
         """Whether the tensor cores take 64 or more rows of their first operand at once, and TMA exists."""
         return isinstance(self.arch, int) and 90 <= self.arch < 120
 
-    @property
-    def gathers(self) -> bool:
-        """Whether tensor descriptors fetch rows by index; sm_90's only fetch neighbours."""
-        return isinstance(self.arch, int) and 100 <= self.arch < 120
+    def gathers(self, config: GroupedGemmConfig) -> bool:
+        """Whether tensor descriptors fetch rows by index for these tiles. sm_90's only fetch neighbours; and the indices take
+        registers, which the sums of larger tiles do not leave."""
+        able = isinstance(self.arch, int) and 100 <= self.arch < 120
+        return able and config.block_m * config.block_n <= GATHERING_SUMS * 32 * config.num_warps
 
 
 @dataclass(frozen=True)
@@ -227,14 +230,16 @@ def profile_name(num_slots: int, num_inner: int, device: str, dtype: str | None,
 
 
 @cache
-def find_table(folder: Path, name: str, flags: str) -> TunedTable | None:
-    """The table of that name, read once. None where there is none, with the command that makes it in the log. Raises ConfigError."""
+def find_table(folder: Path, name: str, flags: str, log: bool = True) -> TunedTable | None:
+    """The table of that name, read once. None where there is none, with the command that makes it in the log. Raises ConfigError.
+
+    log: whether this is the process that speaks for all; others say it at level debug.
+    """
     path = folder / name
     if path.is_file():
         return read_table(path)
-    logger.info(
-        "no tuned tiles in %s, using built-in ones; to tune: python -m moe_runtime.tools.tune %s", path, flags
-    )
+    text = "no tuned tiles in %s, using built-in ones; to tune: python -m moe_runtime.tools.tune %s"
+    logger.log(logging.INFO if log else logging.DEBUG, text, path, flags)
     return None
 
 

@@ -44,14 +44,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonExperts:
-    """See the module. One for each device; deterministic: a row's result is the same bits whatever else is in the batch."""
+    """See the module. One for each device; deterministic: a row's result is the same bits whatever else is in the batch.
+
+    profiles: folder of the tuned tables. log: whether this rank says where one is missing.
+    """
 
     name = "triton"
 
-    def __init__(self, device: torch.device, deterministic: bool = False, profiles: Path = PROFILES) -> None:
+    def __init__(
+        self, device: torch.device, deterministic: bool = False, profiles: Path = PROFILES, log: bool = True
+    ) -> None:
         self.device = device
         self.deterministic = deterministic
-        self.profiles = profiles
+        self.profiles, self.log = profiles, log
 
     def supports(self, need: ExpertNeed) -> str | None:
         """None if it can, else why not."""
@@ -85,7 +90,7 @@ class TritonExperts:
         name = profile_name(num_slots, inner, device, kind, block)
         flags = f"--num-experts {num_slots} --hidden-size {hidden} --intermediate-size {inner}"
         flags += (f" --dtype {kind}" if kind else "") + (" --block" if block else "")
-        return find_table(self.profiles, name, flags)
+        return find_table(self.profiles, name, flags, self.log)
 
 
 def gpu_of(device: torch.device) -> Gpu:
@@ -164,9 +169,9 @@ class _Rows:
     index_S: torch.Tensor | None = None
 
     @property
-    def scale_stride(self) -> int:
-        """From a row's scales to the next one's."""
-        return 0 if self.scale is None else self.scale.stride(0)
+    def scale_stride(self) -> int | None:
+        """From a row's scales to the next one's; None where there are none."""
+        return None if self.scale is None else self.scale.stride(0)
 
 
 @dataclass(frozen=True)
@@ -245,7 +250,7 @@ def _multiply(
     if shape.scheme is not None and not gpu.has_fp8:
         matrix = matrix.view(torch.uint8)
     w_tma = config.use_tma and _descriptor_fits(matrix)
-    x_tma = config.use_tma and (x.index_S is None or gpu.gathers) and _descriptor_fits(x.values)
+    x_tma = config.use_tma and (x.index_S is None or gpu.gathers(config)) and _descriptor_fits(x.values)
     x_gather = x_tma and x.index_S is not None
     epilogue: dict[str, Any] = {
         "SCHEME": shape.scheme or "none", "ACT": product.activation, "LIMIT": product.limit, "PARTS": parts,

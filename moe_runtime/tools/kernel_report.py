@@ -19,6 +19,7 @@ INSTRUCTIONS = {
     "QGMMA": r"\bQGMMA\b",  # the same in FP8
     "TCGEN05": r"\bUTC\w*MMA\b",  # tcgen05.mma, sm_100
     "UTMALDG": r"\bUTMALDG\b",  # bulk tensor load (TMA), sm_90 and later
+    "GATHER4": r"\bUTMALDG\.\w+\.GATHER4\b",  # the same of rows by index, sm_100
     "UTMASTG": r"\bUTMASTG\b",
     "LDGSTS": r"\bLDGSTS\b",  # cp.async
     "MFMA": r"\bv_mfma_\w+",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import subprocess
 import sys
@@ -103,7 +104,7 @@ def test_end_to_end_and_resuming(
     plain = compute_experts(
         batch, weights, (choose_config(shapes[0], gpu), choose_config(shapes[1], gpu)), gpu
     )
-    torch.testing.assert_close(kernel(batch, weights), plain, rtol=0.0, atol=6e-2)
+    assert tool._agrees(kernel(batch, weights), plain)
 
 
 def test_tiles_with_wrong_results_are_left_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +137,8 @@ def test_the_command_in_the_log_is_understood(monkeypatch: pytest.MonkeyPatch, t
     flags: list[tuple[str, str]] = []
     monkeypatch.setattr(availability, "device_name", lambda _: "A GPU")
     monkeypatch.setattr(
-        "moe_runtime.experts.triton_grouped.find_table", lambda folder, name, text: flags.append((name, text))
+        "moe_runtime.experts.triton_grouped.find_table",
+        lambda folder, name, text, log: flags.append((name, text)),
     )
     for job in (JOB, Job(3, 64, 48, "fp8_w8a8", True, 2), Job(3, 64, 48, "fp8_w8a16", False, 2)):
         weights, batch = make_weights(job, CPU), make_batch(job, 2, CPU)
@@ -145,6 +147,60 @@ def test_the_command_in_the_log_is_understood(monkeypatch: pytest.MonkeyPatch, t
         parsed = tool._parse([*shlex.split(text), "--top-k", "2"])
         assert parsed.job == job
         assert parsed.job.file_name("A GPU") == name
+
+
+TABLES = Path(__file__).parents[1] / "data" / "tiles"
+
+
+@pytest.mark.parametrize(("num_tokens", "rows_of_a_tile"), [(1, 16), (4, 16), (9, 32), (600, 128)])
+def test_a_table_in_vllms_shape_is_what_the_kernel_takes(
+    seed: int,
+    num_tokens: int,
+    rows_of_a_tile: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Found by the GPU's name and the weights' shape and type, chosen from by the number of tokens; results are the built-in tiles'."""
+    job = Job(3, 64, 48, "fp8_w8a8", True, 2)
+    weights, batch = make_weights(job, CPU), make_batch(job, num_tokens, CPU)
+    built_in = TritonExperts(CPU)(batch, weights)
+    taken: list[Pair] = []
+
+    def compute(batch: object, weights: object, pair: Pair, gpu: object) -> torch.Tensor:
+        taken.append(pair)
+        return compute_experts(batch, weights, pair, gpu)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(availability, "device_name", lambda _: "A GPU")
+    monkeypatch.setattr("moe_runtime.experts.triton_grouped.compute_experts", compute)
+    with caplog.at_level(logging.DEBUG):
+        y = TritonExperts(CPU, profiles=TABLES)(batch, weights)
+    assert not caplog.messages
+    assert [config.block_m for config in taken[0]] == [rows_of_a_tile] * 2
+    assert max(config.block_k for config in taken[0]) <= 128, "a tile lies across two scale groups"
+    assert tool._agrees(y, built_in)
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_a_missing_table_is_told_once_by_one_rank(
+    seed: int, log: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the command that makes it, which makes just that file."""
+    job = Job(3, 64, 48, "fp8_w8a8", True, 2)
+    weights, batch = make_weights(job, CPU), make_batch(job, 2, CPU)
+    monkeypatch.setattr(availability, "device_name", lambda _: "A GPU")
+    kernel = TritonExperts(CPU, profiles=tmp_path, log=log)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            kernel(batch, weights)
+    assert len(caplog.messages) == log
+    for line in caplog.messages:
+        path = tmp_path / job.file_name("A GPU")
+        assert str(path) in line
+        command = line.partition("python -m moe_runtime.tools.tune ")[2]
+        parsed = tool._parse([*shlex.split(command), "--top-k", "2", "--tokens", "2", "--out", str(tmp_path)])
+        assert parsed.out / parsed.job.file_name("A GPU") == path
+        assert tune(parsed.job, CPU, gpu_of(CPU), path, parsed.tokens, 0.005, False, host_timer) == 1
+        assert set(read_table(path).gate_up) == {2}
 
 
 @pytest.mark.parametrize(
