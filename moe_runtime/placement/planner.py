@@ -21,7 +21,7 @@ from moe_runtime.placement.evaluate import moved_bytes, predicted_us
 from moe_runtime.placement.packing import pack, pack_level, replica_counts
 from moe_runtime.placement.problem import Problem, check_current, deal_out, make_problem
 from moe_runtime.placement.refine import level, relabel, with_mean
-from moe_runtime.placement.replan import replan
+from moe_runtime.placement.replan import fill_by_room, replan
 from moe_runtime.placement.slots import arrange, held_of, of_slots
 
 Array = npt.NDArray[Any]
@@ -159,23 +159,22 @@ def _fresh(problem: Problem, split: str, together_LEE: Array | None) -> Array:
         return _gathered(problem, windows_WLE, together_LEE)
     load_LE = problem.load_LE
     count_LE = replica_counts(problem, load_LE)
-    pinned_E = problem.pinned_NE.any(axis=0)
+    try:
+        packer = pack_level if split == "even" else pack
+        held_LNE = packer(problem, load_LE, count_LE)
+    except ConfigError:  # limits so uneven that these counts fit nowhere
+        held_LNE = fill_by_room(problem)
+        count_LE = held_LNE.sum(axis=1)
+    slots_LNp, _ = arrange(held_LNE)
+    movable_LE = np.tile(~problem.pinned_NE.any(axis=0), (problem.num_layers, 1))
     if split == "even":
-        slots_LNp, _ = arrange(pack_level(problem, load_LE, count_LE))
         share_VLE: Array = (load_LE / count_LE)[None].astype(np.float32)
-        level(
-            slots_LNp,
-            share_VLE,
-            of_slots(np.tile(~pinned_E, (len(load_LE), 1)), slots_LNp, False),
-            rounds=EVEN_ROUNDS,
-        )
+        level(slots_LNp, share_VLE, of_slots(movable_LE, slots_LNp, False), rounds=EVEN_ROUNDS)
         return held_of(slots_LNp, problem.num_experts)
     share_VLE = with_mean(windows_WLE) / count_LE.astype(np.float32)
-    slots_LNp, _ = arrange(pack(problem, load_LE, count_LE))
     # Only experts with one replica move: the rings stay.
-    level(slots_LNp, share_VLE, of_slots((count_LE == 1) & ~pinned_E, slots_LNp, False), rounds=LEVEL_ROUNDS)
+    level(slots_LNp, share_VLE, of_slots(movable_LE & (count_LE == 1), slots_LNp, False), rounds=LEVEL_ROUNDS)
     held_LNE = held_of(slots_LNp, problem.num_experts)
-    movable_LE = np.tile(~pinned_E, (problem.num_layers, 1))
     relabel(held_LNE, share_VLE, count_LE, movable_LE, rounds=RELABEL_ROUNDS[len(windows_WLE) > 1])
     return held_LNE
 
@@ -186,7 +185,10 @@ def _gathered(problem: Problem, windows_WLE: Array, together_LEE: Array) -> Arra
     home_N = deal_out(int(start_E.sum()), problem.room_N, problem.pinned_NE.sum(axis=1))
     homes = replace(problem, room_N=home_N)
     count_LE = np.tile(start_E, (problem.num_layers, 1))
-    slots_LNp, _ = arrange(pack(homes, problem.load_LE, count_LE))
+    try:
+        slots_LNp, _ = arrange(pack(homes, problem.load_LE, count_LE))
+    except ConfigError:
+        return fill_by_room(problem)
     share_VLE = with_mean(windows_WLE) / count_LE.astype(np.float32)
     movable_LE = np.tile(~problem.pinned_NE.any(axis=0), (problem.num_layers, 1))
     spare_N = problem.room_N - home_N

@@ -156,7 +156,7 @@ def _best_relabelling(
     excess = (np.maximum(load - load.mean(axis=2, keepdims=True), 0.0) ** 2).sum(axis=1)
     rank = np.argsort(-excess, axis=1, kind="stable")[x, failed_L[layers]]
     there = held[x, rank]
-    width = int(there.sum(axis=1).max())
+    width = max(int(there.sum(axis=1).max()), 1)
     e = np.argsort(~there, axis=1, kind="stable")[:, :width]
     x1 = x[:, None]
     held32 = held.astype(np.float32)

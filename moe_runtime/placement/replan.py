@@ -50,6 +50,17 @@ def replan(problem: Problem, held_LNE: Array, windows_WLE: Array, max_moves: int
     return _best_ways(start_LNE, ways, windows_WLE, max_moves), forced
 
 
+def fill_by_room(problem: Problem) -> Array:
+    """A `held` that obeys every constraint, rank by rank where there is room: for limits so uneven that no packing has the replica
+    counts that loads ask for.
+    """
+    held_LNE = np.zeros((problem.num_layers, problem.num_ranks, problem.num_experts), dtype=bool)
+    for layer in range(problem.num_layers):
+        _repair(problem, held_LNE[layer], problem.load_LE[layer])
+    _fill(problem, held_LNE)
+    return held_LNE
+
+
 def _level(problem: Problem, held_LNE: Array, windows_WLE: Array, budget: int) -> None:
     count_LE = held_LNE.sum(axis=1)
     share_VLE = with_mean(windows_WLE) / count_LE.astype(np.float32)
@@ -121,7 +132,8 @@ def _rank_for(problem: Problem, held_NE: Array, load_E: Array, expert: int) -> i
         if may_N.any():
             return int(np.where(may_N, load_N, np.inf).argmin())
     raise ConfigError(
-        f"expert {expert} finds no place when the current placement is kept; plan without it (current=None)"
+        f"expert {expert} finds no rank that has room or can spare a replica: give more slots, raise max_slots_per_rank,"
+        " or plan without the current placement"
     )
 
 

@@ -78,6 +78,17 @@ def test_more_slots_than_can_be_used_stay_empty() -> None:
     assert result.notes == ("3 of 9 slots stay empty: no rank may or can use them",)
 
 
+@pytest.mark.parametrize("split", ["waterfill", "even"])
+def test_limits_so_uneven_that_counts_follow_the_room(seed: int, split: str) -> None:
+    given = loads(np.random.default_rng(seed), 2, 6)
+    result = plan(given, Cluster.single(4), num_slots=9, max_slots_per_rank=[6, 1, 1, 1], split=split)
+    check(result, 9, 6, np.array([6, 1, 1, 1]))
+    skewed = plan(
+        [[1000.0, 900.0, 800.0, 1.0, 1.0, 1.0]], Cluster.single(3), num_slots=8, max_slots_per_rank=[6, 1, 1]
+    )
+    check(skewed, 8, 6, np.array([6, 1, 1]))
+
+
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("max_moved", [0.0, 0.05, 1.0])
 def test_constraints_hold_with_and_without_a_current_placement(
