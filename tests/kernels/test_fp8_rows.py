@@ -29,7 +29,7 @@ def test_the_layer_gives_the_same_bits_with_half_the_bytes(
     ids_TK = torch.rand(23, 5).argsort(dim=1)[:, :3]
     ids_TK[torch.rand(23, 3) < 0.2] = -1
     routing = Routing(ids_TK, torch.rand(23, 3))
-    placement = LayerPlacement(torch.arange(5).view(1, 5), torch.arange(5))
+    placement = LayerPlacement(torch.arange(5).view(1, 5), torch.arange(5), torch.arange(5).view(5, 1))
     sent: list[torch.Tensor] = []
 
     class Spy(LocalDispatcher):
@@ -41,7 +41,7 @@ def test_the_layer_gives_the_same_bits_with_half_the_bytes(
     for dispatcher in (Spy(), Fp8Payload(Spy(), quantize)):
         chunks = random.choice([1, 2])
         moe = ExpertParallelMoe(dispatcher, TritonExperts(CPU), [placement], 0, chunks=chunks)
-        layer = moe.begin(MoeInput(0, x_TD, routing, weights, 23))
+        layer = moe.begin(MoeInput(0, x_TD, lambda: routing, weights, 23))
         layer.compute()
         outs.append(layer.finish())
     assert torch.equal(*outs)
