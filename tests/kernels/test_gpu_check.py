@@ -105,6 +105,7 @@ def test_stage_one_in_the_interpreter(seed: int, only_torch_and_triton: Path, tm
         assert f"  {name}" in done.stdout
 
 
+@pytest.mark.slow
 def test_speed_checks_run_on_small_shapes(seed: int) -> None:
     """A rehearsal: the same code with small shapes and the host's clock, which measures nothing."""
     known = list(gpu_timing.roofline(SMALL))
