@@ -50,7 +50,7 @@ def draw_requests(draw: random.Random) -> list[Request]:
         length = draw.randint(1, 60)
         kept = draw.choice([0, 0, min(length - 1, draw.randint(0, 30))])
         prompt = shared[:kept] + [draw.randrange(5, VOCAB_SIZE) for _ in range(length - kept)]
-        leaves = draw.uniform(0.0, 8.0) if number % 3 == 0 else None
+        leaves = draw.uniform(0.0, 3.0) if number % 3 == 0 else None
         requests.append(Request(prompt, draw.randint(1, LONGEST - 60), draw.random() < 0.5, leaves))
     return requests
 
