@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moe_runtime.core import ExpertPlacement
-from moe_runtime.placement.cost import Cost, sent_rows, slot_rows
-from moe_runtime.placement.simulate import Traffic, draw_step
-from moe_runtime.placement.split import Replicas, split_rows
+from moe_runtime.placement.cost import Cost
+from moe_runtime.placement.simulate import Traffic, draw_step, route_layers
+from moe_runtime.placement.split import Replicas
 from moe_runtime.placement.stored import Array
 
 LOSSES = ("packing", "drift", "noise", "padding", "incast")
@@ -110,15 +110,7 @@ class Judge:
 
     def _route(self, counts_NLE: Array, tokens_N: Array, seed: int) -> tuple[Array, Array]:
         """int64 (L, N, p) rows of slots and float64 (L, N, N) token rows from rank to rank."""
-        rows, sent = [], []
-        for layer, replicas in enumerate(self.replicas_L):
-            rows_NEC = split_rows(
-                self.split, counts_NLE[:, layer], replicas,
-                ranks_per_node=self.cost.cluster.ranks_per_node, seed=seed * len(self.replicas_L) + layer,
-            )  # fmt: skip
-            rows.append(slot_rows(rows_NEC, replicas.slot_EC, replicas.num_ranks, replicas.slots_per_rank))
-            sent.append(sent_rows(rows_NEC, replicas.slot_EC, replicas.slots_per_rank, tokens_N))
-        return np.stack(rows), np.stack(sent)
+        return route_layers(self.split, self.replicas_L, self.cost, counts_NLE, tokens_N, seed)
 
     def _parts(self, rows_LNp: Array, sent_LNN: Array) -> tuple[float, float, float, float]:
         """Even part, imbalance, padding and incast of a step."""

@@ -196,6 +196,24 @@ def replay(traffic: Traffic, placement: ExpertPlacement, cost: Cost, split: str,
     )
 
 
+def route_layers(
+    split: str, replicas_L: list[Replicas], cost: Cost, counts_NLE: Array, tokens_N: Array, seed: int
+) -> tuple[Array, Array]:
+    """Counts routed to slots: int64 (L, N, p) rows of each slot, float64 (L, N, N) token rows from rank to rank.
+
+    counts_NLE: int64 pairs of each source rank for each expert; tokens_N: its tokens; `split` and `seed`: see split.split_rows.
+    """
+    rows, sent = [], []
+    for layer, replicas in enumerate(replicas_L):
+        rows_NEC = split_rows(
+            split, counts_NLE[:, layer], replicas,
+            ranks_per_node=cost.cluster.ranks_per_node, seed=seed * len(replicas_L) + layer,
+        )  # fmt: skip
+        rows.append(slot_rows(rows_NEC, replicas.slot_EC, replicas.num_ranks, replicas.slots_per_rank))
+        sent.append(sent_rows(rows_NEC, replicas.slot_EC, replicas.slots_per_rank, tokens_N))
+    return np.stack(rows), np.stack(sent)
+
+
 @dataclass(frozen=True)
 class _Steps:
     """Routes counts to slots, layer by layer."""
@@ -206,15 +224,7 @@ class _Steps:
 
     def route(self, counts_NLE: Array, tokens_N: Array, seed: int) -> tuple[Array, Array]:
         """int64 (L, N, p) rows of each slot and float64 (L, N, N) token rows from rank to rank."""
-        rows, sent = [], []
-        for layer, replicas in enumerate(self.replicas_L):
-            rows_NEC = split_rows(
-                self.split, counts_NLE[:, layer], replicas,
-                ranks_per_node=self.cost.cluster.ranks_per_node, seed=seed * len(self.replicas_L) + layer,
-            )  # fmt: skip
-            rows.append(slot_rows(rows_NEC, replicas.slot_EC, replicas.num_ranks, replicas.slots_per_rank))
-            sent.append(sent_rows(rows_NEC, replicas.slot_EC, replicas.slots_per_rank, tokens_N))
-        return np.stack(rows), np.stack(sent)
+        return route_layers(self.split, self.replicas_L, self.cost, counts_NLE, tokens_N, seed)
 
     def time_us(self, counts_NLE: Array, tokens_N: Array, seed: int) -> float:
         return self.cost.step_time_us(*self.route(counts_NLE, tokens_N, seed))

@@ -258,7 +258,7 @@ HOSTILE: list[tuple[bytes, str]] = [
     (b"[]", "must be a list of experts, or one such list per layer"),
     (b"[[0, 99999999999999999999]]", "layer 0, slot 1|out of range"),
     (b"[" + b"9" * 10_000 + b"]", "not valid JSON|is not the number of an expert"),
-    (b"!!python/object/apply:os.system ['touch /tmp/owned']", "tags"),
+    (b"!!python/object/apply:os.system ['touch owned']", "tags"),
     (b"initial_global_assignments: !!python/name:os.system x", "tags"),
     (b"a: &a [0]\ninitial_global_assignments: {0: *a}", "aliases"),
     (b"a: 1\n---\nb: 2", "nor valid YAML"),
