@@ -1,0 +1,115 @@
+"""Experts on CPUs in C++ (moe_runtime/native/experts.cpp): gather, gate and up, activation and down in one call.
+
+A slot's weights are read once for all its rows, in the order in which they lie in memory, and sums are kept in float32; between
+the activation and the second product rows are rounded to bfloat16. Slots with very many rows go to torch's matrix products.
+
+Legend: R token rows, S expert rows, D hidden, F expert intermediate size, p slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_runtime.experts.base import wide_tokens
+from moe_runtime.layers.activation import SWIGLU_OAI
+
+if TYPE_CHECKING:
+    from moe_runtime.core import ExpertBatch
+    from moe_runtime.experts.base import ExpertNeed, ExpertWeights
+    from moe_runtime.native.build import Native
+
+ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, SWIGLU_OAI: 4}
+"""As the enum Activation in native/activation.h."""
+WORK_INTS = 3
+"""int64 values that the library keeps for a slot."""
+
+
+class _Call(ctypes.Structure):
+    """ExpertsCall of native/experts.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "tokens", "row_index", "rows_of_slot", "gate_up", "down", "gate_up_bias", "down_bias", "inner_rows", "out",
+        )),
+        *((name, ctypes.c_int64) for name in (
+            "num_tokens", "token_stride", "num_rows", "num_slots", "hidden", "inner", "max_rows",
+        )),
+        ("limit", ctypes.c_float),
+        ("activation", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class NativeExperts:
+    """See the module. bfloat16 only; as many threads as torch uses, and the same ones."""
+
+    name = "cpu_native"
+
+    def __init__(self, native: Native) -> None:
+        self.native = native
+
+    def supports(self, need: ExpertNeed) -> str | None:
+        """None if it can, else why not."""
+        if need.device_type != "cpu":
+            return f"runs on cpu, not on {need.device_type}"
+        if need.dtype != torch.bfloat16:
+            return f"{need.dtype} is not bfloat16"
+        if need.scheme is not None:
+            return f"{need.scheme.name} weights are not supported"
+        if need.activation not in ACTIVATION_CODES:
+            return f"activation {need.activation!r} is not one of {', '.join(ACTIVATION_CODES)}"
+        return self.native.problem
+
+    def __call__(self, batch: ExpertBatch, weights: ExpertWeights) -> torch.Tensor:
+        """Returns y_SD in bfloat16."""
+        tokens_RD = wide_tokens(batch, torch.bfloat16)
+        if tokens_RD.stride(-1) != 1:
+            tokens_RD = tokens_RD.contiguous()
+        row_index_S, rows_p = batch.row_index_S.contiguous(), batch.num_rows_p.contiguous()
+        num_rows, hidden = row_index_S.shape[0], tokens_RD.shape[1]
+        num_slots, _, inner = weights.down_pDF.shape
+        _check(weights, num_slots, hidden, inner, rows_p)
+        h_SF = tokens_RD.new_empty(num_rows, inner)
+        y_SD = tokens_RD.new_empty(num_rows, hidden)
+        works = torch.empty(num_slots * WORK_INTS, dtype=torch.int64)
+        call = _Call(
+            tokens_RD.data_ptr(), row_index_S.data_ptr(), rows_p.data_ptr(),
+            weights.gate_up_pFD.data_ptr(), weights.down_pDF.data_ptr(),
+            _pointer(weights.gate_up_bias_pF), _pointer(weights.down_bias_pD), h_SF.data_ptr(), y_SD.data_ptr(),
+            tokens_RD.shape[0], tokens_RD.stride(0), num_rows, num_slots, hidden, inner, MAX_ROWS,
+            math.inf if weights.activation_limit is None else weights.activation_limit,
+            ACTIVATION_CODES[weights.activation], torch.get_num_threads(),
+        )  # fmt: skip
+        assert self.native.library is not None, self.native.problem
+        left_out = self.native.library.moe_runtime_experts(ctypes.addressof(call), works.data_ptr())
+        assert left_out >= 0, PROBLEMS[left_out]
+        return y_SD
+
+
+MAX_ROWS = 1 << 60
+PROBLEMS = {-1: "a row's token is not in the batch", -2: "the slots' rows are not the batch's"}
+
+
+def _check(
+    weights: ExpertWeights, num_slots: int, hidden: int, inner: int, rows_p: torch.Tensor
+) -> None:
+    """That memory is as the library expects it."""
+    expected = {
+        "gate_up_pFD": (num_slots, 2 * inner, hidden),
+        "down_pDF": (num_slots, hidden, inner),
+        "gate_up_bias_pF": (num_slots, 2 * inner),
+        "down_bias_pD": (num_slots, hidden),
+    }
+    for name, shape in expected.items():
+        tensor = getattr(weights, name)
+        if tensor is not None:
+            assert tensor.shape == shape and tensor.is_contiguous() and tensor.dtype == torch.bfloat16, name
+    assert rows_p.shape == (num_slots,)
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
