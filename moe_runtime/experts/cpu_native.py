@@ -1,7 +1,8 @@
 """Experts on CPUs in C++ (moe_runtime/native/experts.cpp): gather, gate and up, activation and down in one call.
 
 A slot's weights are read once for all its rows, in the order in which they lie in memory, and sums are kept in float32; between
-the activation and the second product rows are rounded to bfloat16. Slots with very many rows go to torch's matrix products.
+the activation and the second product rows are rounded to bfloat16. On CPUs with AMX, slots with many rows go to torch's
+matrix products.
 
 Legend: R token rows, S expert rows, D hidden, F expert intermediate size, p slots.
 """
@@ -10,12 +11,15 @@ from __future__ import annotations
 
 import ctypes
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from moe_runtime.experts.base import wide_tokens
+from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.layers.activation import SWIGLU_OAI
+from moe_runtime.native.build import cpu_flags
 
 if TYPE_CHECKING:
     from moe_runtime.core import ExpertBatch
@@ -49,8 +53,11 @@ class NativeExperts:
 
     name = "cpu_native"
 
-    def __init__(self, native: Native) -> None:
+    def __init__(self, native: Native, max_rows: int | None = None) -> None:
+        """max_rows: slots with more rows go to torch; None: as the CPU asks for."""
         self.native = native
+        default = AMX_MAX_ROWS if "amx_bf16" in cpu_flags() else NO_LIMIT
+        self.max_rows = default if max_rows is None else max_rows
 
     def supports(self, need: ExpertNeed) -> str | None:
         """None if it can, else why not."""
@@ -80,23 +87,32 @@ class NativeExperts:
             tokens_RD.data_ptr(), row_index_S.data_ptr(), rows_p.data_ptr(),
             weights.gate_up_pFD.data_ptr(), weights.down_pDF.data_ptr(),
             _pointer(weights.gate_up_bias_pF), _pointer(weights.down_bias_pD), h_SF.data_ptr(), y_SD.data_ptr(),
-            tokens_RD.shape[0], tokens_RD.stride(0), num_rows, num_slots, hidden, inner, MAX_ROWS,
+            tokens_RD.shape[0], tokens_RD.stride(0), num_rows, num_slots, hidden, inner, self.max_rows,
             math.inf if weights.activation_limit is None else weights.activation_limit,
             ACTIVATION_CODES[weights.activation], torch.get_num_threads(),
         )  # fmt: skip
         assert self.native.library is not None, self.native.problem
         left_out = self.native.library.moe_runtime_experts(ctypes.addressof(call), works.data_ptr())
         assert left_out >= 0, PROBLEMS[left_out]
+        if left_out:
+            self._by_torch(batch, weights, y_SD)
         return y_SD
 
+    def _by_torch(self, batch: ExpertBatch, weights: ExpertWeights, y_SD: torch.Tensor) -> None:
+        """Fill the rows of the slots that have more than max_rows."""
+        large_p = batch.num_rows_p > self.max_rows
+        rows = large_p.repeat_interleave(batch.num_rows_p).nonzero().squeeze(1)
+        part = replace(batch, row_index_S=batch.row_index_S[rows], num_rows_p=batch.num_rows_p * large_p)
+        y_SD[rows] = CpuExperts()(part, weights)
 
-MAX_ROWS = 1 << 60
+
+NO_LIMIT = 1 << 60
+AMX_MAX_ROWS = 32
+"""With AMX, which torch's products use and the library does not. An estimate: no CPU with AMX was at hand to measure it."""
 PROBLEMS = {-1: "a row's token is not in the batch", -2: "the slots' rows are not the batch's"}
 
 
-def _check(
-    weights: ExpertWeights, num_slots: int, hidden: int, inner: int, rows_p: torch.Tensor
-) -> None:
+def _check(weights: ExpertWeights, num_slots: int, hidden: int, inner: int, rows_p: torch.Tensor) -> None:
     """That memory is as the library expects it."""
     expected = {
         "gate_up_pFD": (num_slots, 2 * inner, hidden),
@@ -107,7 +123,8 @@ def _check(
     for name, shape in expected.items():
         tensor = getattr(weights, name)
         if tensor is not None:
-            assert tensor.shape == shape and tensor.is_contiguous() and tensor.dtype == torch.bfloat16, name
+            found = (tensor.shape, tensor.dtype, tensor.is_contiguous())
+            assert found == (shape, torch.bfloat16, True), f"{name}: {found}"
     assert rows_p.shape == (num_slots,)
 
 

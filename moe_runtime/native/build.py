@@ -10,7 +10,6 @@ import ctypes
 import fcntl
 import functools
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -24,7 +23,9 @@ from moe_runtime.config import AUTO, user_cache_folder
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")
-OPTIONS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-fopenmp", "-w")
+OPTIONS = (
+    "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-fopenmp", "-w",
+)  # fmt: skip
 BUILD_SECONDS = 120
 """Time after which a compiler is stopped."""
 OFF = "off"
@@ -78,13 +79,8 @@ def _load(instructions: str, folder: Path) -> Native:
     try:
         library = build_once(folder / f"{instructions}-{_key(command)}.so", command)
         return Native(_declared(ctypes.CDLL(str(library))), instructions)
-    except subprocess.TimeoutExpired:
-        return Native(None, "", f"{compiler} took more than {BUILD_SECONDS} seconds")
-    except subprocess.CalledProcessError as error:
-        lines = str(error.stderr).strip().splitlines() or [f"exit status {error.returncode}"]
-        return Native(None, "", f"{compiler} failed: {lines[0]}")
     except OSError as error:
-        return Native(None, "", f"cannot be built in {folder}: {error}")
+        return Native(None, "", f"cannot be built: {error}")
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -109,9 +105,9 @@ def usable_instruction_sets(flags: frozenset[str]) -> list[str]:
 
 
 def build_once(target: Path, command: list[str]) -> Path:
-    """Compile the sources into `target` if it is not there. Raises OSError, CalledProcessError, TimeoutExpired.
+    """Compile the sources into `target` if it is not there. Raises OSError.
 
-    Under a lock that ends with the process. `target` never exists in part: what a build that died left is removed by the next one.
+    Under a lock that ends with the process. `target` never exists in part: what a build that died left, the next one removes.
     """
     if target.exists():
         return target
@@ -120,20 +116,29 @@ def build_once(target: Path, command: list[str]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for leftover in target.parent.glob(".building-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        if target.exists():
-            return target
-        with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as scratch:
-            built = Path(scratch) / target.name
-            subprocess.run(
-                [*command, "-o", str(built), *map(str, sorted(SOURCES.glob("*.cpp"))), *_torch_openmp()],
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=BUILD_SECONDS,
-                stdin=subprocess.DEVNULL,
-            )
-            os.replace(built, target)
+        if not target.exists():
+            with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as scratch:
+                built = Path(scratch) / target.name
+                sources = map(str, sorted(SOURCES.glob("*.cpp")))
+                _compile([*command, "-o", str(built), *sources, *_torch_openmp()], Path(scratch) / "log")
+                built.replace(target)
     return target
+
+
+def _compile(command: list[str], log: Path) -> None:
+    """Raises ChildProcessError with the first line of what the compiler says, TimeoutError."""
+    # Into a file, not a pipe: a stopped compiler's own children would keep a pipe open.
+    with log.open("w+b") as output:
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=BUILD_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{command[0]} took more than {BUILD_SECONDS} seconds") from None
+        if done.returncode:
+            output.seek(0)
+            said = output.readline().decode(errors="replace").strip()
+            raise ChildProcessError(f"{command[0]} failed: {said or f'exit status {done.returncode}'}")
 
 
 def _torch_openmp() -> list[str]:
@@ -148,7 +153,9 @@ def _torch_openmp() -> list[str]:
 
 def _key(command: list[str]) -> str:
     """Of all that the result depends on."""
-    digest = hashlib.sha256("\0".join([*command, torch.__version__, platform.machine(), *_torch_openmp()]).encode())
+    digest = hashlib.sha256(
+        "\0".join([*command, torch.__version__, platform.machine(), *_torch_openmp()]).encode()
+    )
     for source in sorted(SOURCES.glob("*.[ch]*")):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:16]

@@ -20,20 +20,25 @@ constexpr int ROWS = 6;  // Token rows multiplied at once: 24 sums of the 32 reg
 constexpr int ROWS = 2;  // 8 sums of 16.
 #endif
 constexpr int64_t LINE = 64 / sizeof(bf16);
-constexpr int64_t TILE_ROWS = 3 * ROWS;  // Token rows that stay in the first cache while a matrix goes by.
-constexpr int64_t MAX_BLOCK = 64;        // Matrix rows of one task, at most.
-constexpr int64_t BLOCK_VALUES = 65536;  // Values of one matrix in one task, about: 128 KiB.
+constexpr int64_t STREAM_AHEAD = 1024;    // Values between what is multiplied and what is fetched then.
+constexpr int64_t TILE_ROWS = 3 * ROWS;   // Token rows that stay in the first cache while a matrix goes by.
+constexpr int64_t MAX_BLOCK = 64;         // Matrix rows of one task, at most.
+constexpr int64_t BLOCK_VALUES = 65536;   // Values of one matrix in one task, about: 128 KiB.
 
-// out[r][c] = x[r] . w[c] for R token rows and COLUMNS matrix rows of `depth` values. Of the matrix rows that follow, those
-// from `ahead` up to `ahead_end` (of COLUMNS) are fetched into the cache meanwhile.
+// What to fetch into the cache while multiplying: `lines` cache lines a step from `from` on.
+struct Fetch {
+    const bf16 *from;
+    int64_t lines;
+};
+
+// out[r][c] = x[r] . w[c] for R token rows and COLUMNS matrix rows of `depth` values.
 template <int R>
-void multiply_tile(const bf16 *const *x, const bf16 *w, int64_t depth, int ahead, int ahead_end, float *out) {
+void multiply_tile(const bf16 *const *x, const bf16 *w, int64_t depth, Fetch fetch, float *out) {
     Sum sums[R][COLUMNS] = {};
-    const bf16 *next = w + COLUMNS * depth;
     int64_t k = 0;
     for (; k + STEP <= depth; k += STEP) {
         if (k % LINE == 0)
-            for (int c = ahead; c < ahead_end; c++) __builtin_prefetch(next + c * depth + k);
+            for (int64_t i = 0; i < fetch.lines; i++, fetch.from += LINE) __builtin_prefetch(fetch.from);
         Packed values[COLUMNS];
         for (int c = 0; c < COLUMNS; c++) values[c] = load(w + c * depth + k);
         for (int r = 0; r < R; r++) {
@@ -52,22 +57,54 @@ void multiply_tile(const bf16 *const *x, const bf16 *w, int64_t depth, int ahead
     for (int r = 0; r < R; r++) reduce4(sums[r], out + r * MAX_BLOCK);
 }
 
-// The same for 1 to ROWS rows.
-void multiply_rows(
-    int64_t rows, const bf16 *const *x, const bf16 *w, int64_t depth, int ahead, int ahead_end, float *out) {
+// The same by one matrix row after another: memory is read in one stream, which is faster for one or two token rows.
+template <int R>
+void multiply_stream(const bf16 *const *x, const bf16 *w, int64_t depth, float *out) {
+    Sum sums[R][COLUMNS] = {};
+    for (int c = 0; c < COLUMNS; c++, w += depth) {
+        int64_t k = 0;
+        for (; k + STEP <= depth; k += STEP) {
+            __builtin_prefetch(w + k + STREAM_AHEAD);
+            Packed values = load(w + k);
+            for (int r = 0; r < R; r++) sums[r][c] = add_products(sums[r][c], values, load(x[r] + k));
+        }
+        if (k < depth) {
+            Packed values = load_first(w + k, depth - k);
+            for (int r = 0; r < R; r++)
+                sums[r][c] = add_products(sums[r][c], values, load_first(x[r] + k, depth - k));
+        }
+    }
+    for (int r = 0; r < R; r++) reduce4(sums[r], out + r * MAX_BLOCK);
+}
+
+// The tile for 1 to ROWS rows.
+void multiply_rows(int64_t rows, const bf16 *const *x, const bf16 *w, int64_t depth, Fetch fetch, float *out) {
     switch (rows) {
-        case 1: return multiply_tile<1>(x, w, depth, ahead, ahead_end, out);
-        case 2: return multiply_tile<2>(x, w, depth, ahead, ahead_end, out);
+        case 1: return multiply_tile<1>(x, w, depth, fetch, out);
+        case 2: return multiply_tile<2>(x, w, depth, fetch, out);
 #ifdef __AVX512F__
-        case 3: return multiply_tile<3>(x, w, depth, ahead, ahead_end, out);
-        case 4: return multiply_tile<4>(x, w, depth, ahead, ahead_end, out);
-        case 5: return multiply_tile<5>(x, w, depth, ahead, ahead_end, out);
-        case 6: return multiply_tile<6>(x, w, depth, ahead, ahead_end, out);
+        case 3: return multiply_tile<3>(x, w, depth, fetch, out);
+        case 4: return multiply_tile<4>(x, w, depth, fetch, out);
+        case 5: return multiply_tile<5>(x, w, depth, fetch, out);
+        case 6: return multiply_tile<6>(x, w, depth, fetch, out);
 #endif
     }
 }
 
-// The last columns, fewer than COLUMNS, by the same sums: the missing ones repeat the last row and are not kept.
+// COLUMNS matrix rows with all token rows, in groups of ROWS. fetch: the matrix is in memory, not in a cache.
+void multiply_columns(int64_t rows, const bf16 *const *x, const bf16 *w, int64_t depth, bool fetch, float *out) {
+    if (fetch && rows == 1) return multiply_stream<1>(x, w, depth, out);
+    if (fetch && rows == 2) return multiply_stream<2>(x, w, depth, out);
+    int64_t groups = (rows + ROWS - 1) / ROWS;
+    for (int64_t g = 0, first = 0; g < groups; g++, first += ROWS) {
+        // The groups share the fetching of the matrix rows that follow, so that memory is never idle.
+        int64_t lines = COLUMNS * g / groups, lines_end = fetch ? COLUMNS * (g + 1) / groups : lines;
+        Fetch next = {w + (COLUMNS + lines) * depth, lines_end - lines};
+        multiply_rows(std::min<int64_t>(ROWS, rows - first), x + first, w, depth, next, out + first * MAX_BLOCK);
+    }
+}
+
+// The last columns, fewer than COLUMNS, by the same sums.
 void multiply_last(int64_t rows, const bf16 *const *x, const bf16 *w, int64_t depth, int64_t columns, float *out) {
     for (int64_t r = 0; r < rows; r++) {
         Sum sums[COLUMNS] = {};
@@ -85,22 +122,12 @@ void multiply_last(int64_t rows, const bf16 *const *x, const bf16 *w, int64_t de
     }
 }
 
-// out[r][c] = x[r] . w[c] + bias[c], rows of out MAX_BLOCK apart; rows <= TILE_ROWS, columns <= MAX_BLOCK; bias may be null.
+// out[r][c] = x[r] . w[c] + bias[c], rows of out MAX_BLOCK apart; rows <= TILE_ROWS, columns <= MAX_BLOCK. bias may be null.
 void multiply(
-    int64_t rows, const bf16 *const *x, const bf16 *w, int64_t depth, int64_t columns, const bf16 *bias, float *out) {
-    int64_t groups = (rows + ROWS - 1) / ROWS, c = 0;
-    for (; c + COLUMNS <= columns; c += COLUMNS)
-        for (int64_t g = 0; g < groups; g++) {
-            // The groups share the fetching of the next columns, so that memory is never idle.
-            int ahead = 0, ahead_end = 0;
-            if (c + 2 * COLUMNS <= columns) {
-                ahead = int(COLUMNS * g / groups);
-                ahead_end = int(COLUMNS * (g + 1) / groups);
-            }
-            int64_t first = g * ROWS;
-            multiply_rows(std::min<int64_t>(ROWS, rows - first), x + first, w + c * depth, depth, ahead, ahead_end,
-                          out + first * MAX_BLOCK + c);
-        }
+    int64_t rows, const bf16 *const *x, const bf16 *w, int64_t depth, int64_t columns, const bf16 *bias, bool fetch,
+    float *out) {
+    int64_t c = 0;
+    for (; c + COLUMNS <= columns; c += COLUMNS) multiply_columns(rows, x, w + c * depth, depth, fetch, out + c);
     if (c < columns) multiply_last(rows, x, w + c * depth, depth, columns - c, out + c);
     if (bias)
         for (int64_t r = 0; r < rows; r++)
@@ -148,8 +175,8 @@ void gate_up_task(const ExpertsCall &call, const Work &work, int64_t column, int
         int64_t rows = std::min(TILE_ROWS, work.num_rows - done), first = work.first_row + done;
         const bf16 *x[TILE_ROWS];
         for (int64_t r = 0; r < rows; r++) x[r] = call.tokens + call.row_index[first + r] * call.token_stride;
-        multiply(rows, x, gates, call.hidden, columns, bias, gate);
-        multiply(rows, x, ups, call.hidden, columns, bias ? bias + call.inner : nullptr, up);
+        multiply(rows, x, gates, call.hidden, columns, bias, done == 0, gate);
+        multiply(rows, x, ups, call.hidden, columns, bias ? bias + call.inner : nullptr, done == 0, up);
         for (int64_t r = 0; r < rows; r++)
             apply(Activation(call.activation), gate + r * MAX_BLOCK, up + r * MAX_BLOCK, call.limit,
                   call.inner_rows + (first + r) * call.inner + column, columns);
@@ -164,7 +191,7 @@ void down_task(const ExpertsCall &call, const Work &work, int64_t column, int64_
         int64_t rows = std::min(TILE_ROWS, work.num_rows - done), first = work.first_row + done;
         const bf16 *x[TILE_ROWS];
         for (int64_t r = 0; r < rows; r++) x[r] = call.inner_rows + (first + r) * call.inner;
-        multiply(rows, x, w, call.inner, columns, bias, found);
+        multiply(rows, x, w, call.inner, columns, bias, done == 0, found);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t c = 0; c < columns; c++)
                 call.out[(first + r) * call.hidden + column + c] = narrow(found[r * MAX_BLOCK + c]);
