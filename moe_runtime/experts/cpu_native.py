@@ -20,6 +20,7 @@ from moe_runtime.experts.base import wide_tokens
 from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.layers.activation import SWIGLU_OAI
 from moe_runtime.native.build import cpu_flags
+from moe_runtime.quantization import FP8, GROUP
 
 if TYPE_CHECKING:
     from moe_runtime.core import ExpertBatch
@@ -30,6 +31,17 @@ ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, SWI
 """As the enum Activation in native/activation.h."""
 WORK_INTS = 3
 """int64 values that the library keeps for a slot."""
+
+
+class _Scales(ctypes.Structure):
+    """Scales of native/experts.cpp."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("rows_per_scale", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+    )
 
 
 class _Call(ctypes.Structure):
@@ -45,6 +57,9 @@ class _Call(ctypes.Structure):
         ("limit", ctypes.c_float),
         ("activation", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
+        ("is_fp8", ctypes.c_int32),
+        ("gate_up_scales", _Scales),
+        ("down_scales", _Scales),
     )  # fmt: skip
 
 
@@ -65,14 +80,14 @@ class NativeExperts:
             return f"runs on cpu, not on {need.device_type}"
         if need.dtype != torch.bfloat16:
             return f"{need.dtype} is not bfloat16"
-        if need.scheme is not None:
-            return f"{need.scheme.name} weights are not supported"
         if need.activation not in ACTIVATION_CODES:
             return f"activation {need.activation!r} is not one of {', '.join(ACTIVATION_CODES)}"
         return self.native.problem
 
     def __call__(self, batch: ExpertBatch, weights: ExpertWeights) -> torch.Tensor:
         """Returns y_SD in bfloat16."""
+        if weights.quantize_activations:
+            return CpuExperts()(batch, weights)
         tokens_RD = wide_tokens(batch, torch.bfloat16)
         if tokens_RD.stride(-1) != 1:
             tokens_RD = tokens_RD.contiguous()
@@ -90,6 +105,8 @@ class NativeExperts:
             tokens_RD.shape[0], tokens_RD.stride(0), num_rows, num_slots, hidden, inner, self.max_rows,
             math.inf if weights.activation_limit is None else weights.activation_limit,
             ACTIVATION_CODES[weights.activation], torch.get_num_threads(),
+            weights.scheme is not None, _scales(weights, weights.gate_up_scale, inner, hidden),
+            _scales(weights, weights.down_scale, hidden, inner),
         )  # fmt: skip
         assert self.native.library is not None, self.native.problem
         left_out = self.native.library.moe_runtime_experts(ctypes.addressof(call), works.data_ptr())
@@ -114,19 +131,33 @@ PROBLEMS = {-1: "a row's token is not in the batch", -2: "the slots' rows are no
 
 def _check(weights: ExpertWeights, num_slots: int, hidden: int, inner: int, rows_p: torch.Tensor) -> None:
     """That memory is as the library expects it."""
-    expected = {
-        "gate_up_pFD": (num_slots, 2 * inner, hidden),
-        "down_pDF": (num_slots, hidden, inner),
-        "gate_up_bias_pF": (num_slots, 2 * inner),
-        "down_bias_pD": (num_slots, hidden),
+    stored = torch.bfloat16 if weights.scheme is None else FP8
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "gate_up_pFD": (stored, (num_slots, 2 * inner, hidden)),
+        "down_pDF": (stored, (num_slots, hidden, inner)),
+        "gate_up_bias_pF": (torch.bfloat16, (num_slots, 2 * inner)),
+        "down_bias_pD": (torch.bfloat16, (num_slots, hidden)),
     }
-    for name, shape in expected.items():
+    if weights.scheme is not None:
+        gate_up, down = weights.scheme.scale_shape(inner, hidden), weights.scheme.scale_shape(hidden, inner)
+        expected["gate_up_scale"] = (torch.float32, (num_slots, 2, *gate_up))
+        expected["down_scale"] = (torch.float32, (num_slots, *down))
+    for name, (dtype, shape) in expected.items():
         tensor = getattr(weights, name)
         if tensor is not None:
-            found = (tensor.shape, tensor.dtype, tensor.is_contiguous())
-            assert found == (shape, torch.bfloat16, True), f"{name}: {found}"
+            found = (tensor.dtype, tensor.shape, tensor.is_contiguous())
+            assert found == (dtype, shape, True), f"{name}: {found}"
     assert rows_p.shape == (num_slots,)
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _scales(weights: ExpertWeights, scale: torch.Tensor | None, num_out: int, num_in: int) -> _Scales:
+    """scale: of all slots' matrices (or parts) of num_out rows; none without a scheme."""
+    if weights.scheme is None:
+        return _Scales(None, 1, 0, 0)
+    rows, groups = weights.scheme.scale_shape(num_out, num_in)
+    per_scale = {"fp8_block": GROUP, "fp8_channel": 1, "fp8_tensor": max(1, num_out)}[weights.scheme.name]
+    return _Scales(_pointer(scale), per_scale, rows, groups)

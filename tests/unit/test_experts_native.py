@@ -14,10 +14,11 @@ import torch
 
 from moe_runtime.core import ExpertBatch, RowScales
 from moe_runtime.experts.base import ExpertNeed, ExpertWeights
+from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.cpu_native import ACTIVATION_CODES, NativeExperts
 from moe_runtime.experts.reference import ReferenceExperts
 from moe_runtime.native.build import INSTRUCTION_SETS, cpu_flags, load_native, usable_instruction_sets
-from moe_runtime.quantization import FP8_BLOCK
+from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, QuantScheme
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +73,7 @@ def check(kernel: NativeExperts, batch: ExpertBatch, weights: ExpertWeights) -> 
         **{
             f.name: value.float()
             for f in dataclasses.fields(weights)
-            if isinstance(value := getattr(weights, f.name), torch.Tensor)
+            if isinstance(value := getattr(weights, f.name), torch.Tensor) and value.dtype == torch.bfloat16
         },
     )
     wide = dataclasses.replace(batch, tokens_RD=batch.tokens_RD.float()) if batch.scales is None else batch
@@ -145,6 +146,82 @@ def test_slots_above_the_limit_go_to_torch(seed: int, kernel: NativeExperts) -> 
     assert torch.equal(mixed[small], own[small])
 
 
+SCHEMES = (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR)
+
+
+def quantized(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
+    """Gate, up and down apart, with scales that differ much."""
+    slots, _, hidden = weights.gate_up_pFD.shape
+    gate_up = weights.gate_up_pFD.float().view(slots, 2, -1, hidden)
+    gate_up = gate_up * (torch.rand(slots, 2, gate_up.shape[2], 1) + 0.1)
+    (gate_up, gate_up_scale), (down, down_scale) = map(
+        scheme.quantize_weight, (gate_up, weights.down_pDF.float())
+    )
+    return dataclasses.replace(
+        weights,
+        gate_up_pFD=gate_up.flatten(1, 2),
+        down_pDF=down,
+        scheme=scheme,
+        gate_up_scale=gate_up_scale,
+        down_scale=down_scale,
+    )
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner"), [(1, 1), (33, 3), (128, 256), (257, 131), (200, 300), (136, 120)]
+)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_fp8_weights(
+    seed: int, kernel: NativeExperts, threads: int, scheme: QuantScheme, hidden: int, inner: int
+) -> None:
+    counts = [1, 3, 0, 17, 64, 2, 5]
+    weights = make_weights(len(counts), hidden, inner, "silu")
+    if random.random() < 0.5:
+        biases = (torch.randn(len(counts), n).bfloat16() for n in (2 * inner, hidden))
+        weights = dataclasses.replace(weights, gate_up_bias_pF=next(biases), down_bias_pD=next(biases))
+    weights = quantized(weights, scheme)
+    assert kernel.supports(ExpertNeed("cpu", torch.bfloat16, "silu", scheme)) is None
+    check(kernel, make_batch(counts, 40, hidden), weights)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_an_fp8_row_does_not_depend_on_its_neighbours(
+    seed: int, kernel: NativeExperts, scheme: QuantScheme
+) -> None:
+    weights, batch = quantized(make_weights(1, 200, 140, "silu"), scheme), make_batch([43], 23, 200)
+    together = kernel(batch, weights)
+    for row in range(43):
+        alone = ExpertBatch(batch.tokens_RD, batch.row_index_S[row : row + 1], torch.tensor([1]))
+        assert torch.equal(kernel(alone, weights)[0], together[row])
+
+
+def test_every_fp8_value(kernel: NativeExperts) -> None:
+    """Exactly: the down projection of a one is a value, alone or beside others; subnormals too."""
+    payload = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8).view(FP8)
+    for width in (1, 64):
+        down = torch.zeros(1, len(payload), width).to(FP8)
+        down[0, :, -1] = payload
+        weights = ExpertWeights(
+            gate_up_pFD=torch.eye(1, len(payload)).repeat(1, 2 * width, 1).to(FP8),
+            down_pDF=down,
+            activation="relu",
+            scheme=FP8_TENSOR,
+            gate_up_scale=torch.ones(1, 2, 1, 1),
+            down_scale=torch.ones(1, 1, 1),
+        )
+        tokens = torch.zeros(1, len(payload), dtype=torch.bfloat16)
+        tokens[0, 0] = 1
+        y = kernel(ExpertBatch(tokens, torch.tensor([0]), torch.tensor([1])), weights)
+        assert torch.equal(y[0].float(), payload.float())
+
+
+def test_fp8_activations_go_to_torch(seed: int, kernel: NativeExperts) -> None:
+    weights = quantized(make_weights(2, 40, 24, "silu"), FP8_CHANNEL)
+    weights = dataclasses.replace(weights, quantize_activations=True)
+    batch = make_batch([2, 5], 6, 40)
+    assert torch.equal(kernel(batch, weights), CpuExperts()(batch, weights))
+
+
 def test_rows_that_lie_apart_and_fp8_rows(seed: int, kernel: NativeExperts) -> None:
     weights, batch = make_weights(3, 40, 24, "silu"), make_batch([2, 0, 5], 6, 40)
     wide = torch.full((6, 64), torch.nan, dtype=torch.bfloat16)
@@ -187,7 +264,6 @@ def test_supports(kernel: NativeExperts) -> None:
         ({"device_type": "cuda"}, "cuda"),
         ({"dtype": torch.float32}, "float32"),
         ({"activation": "relu2"}, "relu2"),
-        ({"scheme": FP8_BLOCK}, "fp8_block"),
     ]:
         assert word in str(kernel.supports(dataclasses.replace(need, **change)))  # type: ignore[arg-type]
     assert NativeExperts(load_native("off")).supports(need) == "cpu_kernels is off"
