@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <vector>
 
 #include <omp.h>
 
@@ -55,11 +56,21 @@ Rows<W> rows_of(const void *matrices, const Scales &scales, int64_t matrix, int6
     return {values, depth, own, scales.rows_per_scale, scales.groups, row};
 }
 
+// The same rows in bf16, scales as they are: for as many token rows that widening each time would take longer.
+Rows<bf16> widened(const Rows<fp8> &rows, int64_t columns, std::vector<bf16> &values) {
+    int64_t count = columns * rows.depth, i = 0;
+    values.resize(count);
+    for (; i + STEP <= count; i += STEP) store(load(rows.values + i), values.data() + i);
+    for (; i < count; i++) values[i] = widen_fp8(rows.values[i]);
+    return {values.data(), rows.depth, rows.scales, rows.rows_per_scale, rows.groups, rows.first};
+}
+
+const Rows<bf16> &widened(const Rows<bf16> &rows, int64_t, std::vector<bf16> &) { return rows; }
+
 template <typename W>
-void gate_up_task(const ExpertsCall &call, const Work &work, int64_t column, int64_t columns) {
+void gate_up_rows(const ExpertsCall &call, const Work &work, int64_t column, int64_t columns, const Rows<W> &gates,
+                  const Rows<W> &ups) {
     alignas(64) float gate[TILE_ROWS * MAX_BLOCK], up[TILE_ROWS * MAX_BLOCK];
-    Rows<W> gates = rows_of<W>(call.gate_up, call.gate_up_scales, 2 * work.slot, call.inner, call.hidden, column);
-    Rows<W> ups = rows_of<W>(call.gate_up, call.gate_up_scales, 2 * work.slot + 1, call.inner, call.hidden, column);
     const bf16 *bias = call.gate_up_bias ? call.gate_up_bias + 2 * work.slot * call.inner + column : nullptr;
     for (int64_t done = 0; done < work.num_rows; done += TILE_ROWS) {
         int64_t rows = std::min(TILE_ROWS, work.num_rows - done), first = work.first_row + done;
@@ -74,9 +85,18 @@ void gate_up_task(const ExpertsCall &call, const Work &work, int64_t column, int
 }
 
 template <typename W>
-void down_task(const ExpertsCall &call, const Work &work, int64_t column, int64_t columns) {
+void gate_up_task(const ExpertsCall &call, const Work &work, int64_t column, int64_t columns) {
+    Rows<W> gates = rows_of<W>(call.gate_up, call.gate_up_scales, 2 * work.slot, call.inner, call.hidden, column);
+    Rows<W> ups = rows_of<W>(call.gate_up, call.gate_up_scales, 2 * work.slot + 1, call.inner, call.hidden, column);
+    if (sizeof(W) == sizeof(bf16) || work.num_rows <= TILE_ROWS)
+        return gate_up_rows(call, work, column, columns, gates, ups);
+    static thread_local std::vector<bf16> gate_values, up_values;
+    gate_up_rows(call, work, column, columns, widened(gates, columns, gate_values), widened(ups, columns, up_values));
+}
+
+template <typename W>
+void down_rows(const ExpertsCall &call, const Work &work, int64_t column, int64_t columns, const Rows<W> &w) {
     alignas(64) float found[TILE_ROWS * MAX_BLOCK];
-    Rows<W> w = rows_of<W>(call.down, call.down_scales, work.slot, call.hidden, call.inner, column);
     const bf16 *bias = call.down_bias ? call.down_bias + work.slot * call.hidden + column : nullptr;
     for (int64_t done = 0; done < work.num_rows; done += TILE_ROWS) {
         int64_t rows = std::min(TILE_ROWS, work.num_rows - done), first = work.first_row + done;
@@ -87,6 +107,14 @@ void down_task(const ExpertsCall &call, const Work &work, int64_t column, int64_
             for (int64_t c = 0; c < columns; c++)
                 call.out[(first + r) * call.hidden + column + c] = narrow(found[r * MAX_BLOCK + c]);
     }
+}
+
+template <typename W>
+void down_task(const ExpertsCall &call, const Work &work, int64_t column, int64_t columns) {
+    Rows<W> w = rows_of<W>(call.down, call.down_scales, work.slot, call.hidden, call.inner, column);
+    if (sizeof(W) == sizeof(bf16) || work.num_rows <= TILE_ROWS) return down_rows(call, work, column, columns, w);
+    static thread_local std::vector<bf16> values;
+    down_rows(call, work, column, columns, widened(w, columns, values));
 }
 
 // Tasks (work, block of columns) in order; each thread takes the next one when it is ready.

@@ -38,47 +38,42 @@ struct Fetch {
     int64_t lines;
 };
 
-// totals += sums * scale of the group, and sums start again.
-template <int R>
-static inline void close_group(Sum (&sums)[R][COLUMNS], Sum (&totals)[R][COLUMNS], const float *const *scales, int64_t group) {
-    for (int c = 0; c < COLUMNS; c++)
-        for (int r = 0; r < R; r++) {
-            totals[r][c] += sums[r][c] * scales[c][group];
-            sums[r][c] = Sum{};
-        }
-}
-
-// out[r][c] = x[r] . w[c] for R token rows and COLUMNS matrix rows. GROUPED: scales change along the rows, and are applied here.
+// out[r][c] = x[r] . w[c] for R token rows and COLUMNS matrix rows. GROUPED: scales change along the rows, and are applied here;
+// they are the same for all of these matrix rows, which are not on both sides of a multiple of GROUP.
 template <int R, bool GROUPED, typename W>
-static void multiply_tile(const bf16 *const *x, const Rows<W> &w, Fetch fetch, float *out) {
+static void multiply_tile(
+    const bf16 *const *x, const Rows<W> &w, const float *scales, Fetch fetch,
+    float *out) {
     constexpr int64_t LINE = 64 / sizeof(W);
-    Sum sums[R][COLUMNS] = {}, totals[R][COLUMNS] = {};
-    const float *scales[COLUMNS];
-    if (GROUPED)
-        for (int c = 0; c < COLUMNS; c++) scales[c] = w.scales_of(c);
+    Sum totals[R][COLUMNS] = {};
     int64_t k = 0;
-    for (; k + STEP <= w.depth; k += STEP) {
-        if (GROUPED && k % GROUP == 0 && k) close_group(sums, totals, scales, k / GROUP - 1);
-        if (k % LINE == 0)
-            for (int64_t i = 0; i < fetch.lines; i++, fetch.from += 64) __builtin_prefetch(fetch.from);
-        Packed values[COLUMNS];
-        for (int c = 0; c < COLUMNS; c++) values[c] = load(w.values + c * w.depth + k);
-        for (int r = 0; r < R; r++) {
-            Packed row = load(x[r] + k);
-            for (int c = 0; c < COLUMNS; c++) sums[r][c] = add_products(sums[r][c], values[c], row);
+    for (int64_t group = 0; k < w.depth; group++) {
+        Sum sums[R][COLUMNS] = {};
+        int64_t end = GROUPED ? std::min(w.depth, k + GROUP) : w.depth;
+        for (; k + STEP <= end; k += STEP) {
+            if (k % LINE == 0)
+                for (int64_t i = 0; i < fetch.lines; i++, fetch.from += 64) __builtin_prefetch(fetch.from);
+            Packed values[COLUMNS];
+            for (int c = 0; c < COLUMNS; c++) values[c] = load(w.values + c * w.depth + k);
+            for (int r = 0; r < R; r++) {
+                Packed row = load(x[r] + k);
+                for (int c = 0; c < COLUMNS; c++) sums[r][c] = add_products(sums[r][c], values[c], row);
+            }
         }
-    }
-    if (k < w.depth) {
-        if (GROUPED && k % GROUP == 0 && k) close_group(sums, totals, scales, k / GROUP - 1);
-        Packed values[COLUMNS];
-        for (int c = 0; c < COLUMNS; c++) values[c] = load_first(w.values + c * w.depth + k, w.depth - k);
-        for (int r = 0; r < R; r++) {
-            Packed row = load_first(x[r] + k, w.depth - k);
-            for (int c = 0; c < COLUMNS; c++) sums[r][c] = add_products(sums[r][c], values[c], row);
+        if (k < end) {
+            Packed values[COLUMNS];
+            for (int c = 0; c < COLUMNS; c++) values[c] = load_first(w.values + c * w.depth + k, end - k);
+            for (int r = 0; r < R; r++) {
+                Packed row = load_first(x[r] + k, end - k);
+                for (int c = 0; c < COLUMNS; c++) sums[r][c] = add_products(sums[r][c], values[c], row);
+            }
+            k = end;
         }
+        float scale = GROUPED ? scales[group] : 1.0f;
+        for (int c = 0; c < COLUMNS; c++)
+            for (int r = 0; r < R; r++) totals[r][c] = GROUPED ? totals[r][c] + sums[r][c] * scale : sums[r][c];
     }
-    if (GROUPED) close_group(sums, totals, scales, w.groups - 1);
-    for (int r = 0; r < R; r++) reduce4(GROUPED ? totals[r] : sums[r], out + r * MAX_BLOCK);
+    for (int r = 0; r < R; r++) reduce4(totals[r], out + r * MAX_BLOCK);
 }
 
 // The same by one matrix row after another, `columns` <= COLUMNS of them: memory is read in one stream, which is faster for one or
@@ -110,21 +105,23 @@ static void multiply_stream(const bf16 *const *x, const Rows<W> &w, int64_t colu
 
 // The tile for 1 to ROWS rows; grouped sums take twice the registers, so half as many rows.
 template <bool GROUPED, typename W>
-static void multiply_rows(int64_t rows, const bf16 *const *x, const Rows<W> &w, Fetch fetch, float *out) {
+static void multiply_rows(
+    int64_t rows, const bf16 *const *x, const Rows<W> &w, const float *scales, Fetch fetch,
+    float *out) {
     switch (rows) {
-        case 1: return multiply_tile<1, GROUPED>(x, w, fetch, out);
+        case 1: return multiply_tile<1, GROUPED>(x, w, scales, fetch, out);
 #ifdef __AVX512F__
-        case 2: return multiply_tile<2, GROUPED>(x, w, fetch, out);
-        case 3: return multiply_tile<3, GROUPED>(x, w, fetch, out);
+        case 2: return multiply_tile<2, GROUPED>(x, w, scales, fetch, out);
+        case 3: return multiply_tile<3, GROUPED>(x, w, scales, fetch, out);
 #endif
     }
     if constexpr (!GROUPED) switch (rows) {
 #ifdef __AVX512F__
-        case 4: return multiply_tile<4, GROUPED>(x, w, fetch, out);
-        case 5: return multiply_tile<5, GROUPED>(x, w, fetch, out);
-        case 6: return multiply_tile<6, GROUPED>(x, w, fetch, out);
+        case 4: return multiply_tile<4, GROUPED>(x, w, scales, fetch, out);
+        case 5: return multiply_tile<5, GROUPED>(x, w, scales, fetch, out);
+        case 6: return multiply_tile<6, GROUPED>(x, w, scales, fetch, out);
 #else
-        case 2: return multiply_tile<2, GROUPED>(x, w, fetch, out);
+        case 2: return multiply_tile<2, GROUPED>(x, w, scales, fetch, out);
 #endif
     }
 }
@@ -135,12 +132,13 @@ static void multiply_columns(int64_t rows, const bf16 *const *x, const Rows<W> &
     if (fetch && rows == 1) return multiply_stream<1, GROUPED>(x, w, COLUMNS, out);
     if (fetch && rows == 2) return multiply_stream<2, GROUPED>(x, w, COLUMNS, out);
     constexpr int64_t AT_ONCE = GROUPED ? ROWS / 2 : ROWS;
+    const float *scales = GROUPED ? w.scales_of(0) : nullptr;
     int64_t groups = (rows + AT_ONCE - 1) / AT_ONCE;
     for (int64_t g = 0, first = 0; g < groups; g++, first += AT_ONCE) {
         // The groups share the fetching of the matrix rows that follow, so that memory is never idle.
         int64_t lines = COLUMNS * g / groups, lines_end = fetch ? COLUMNS * (g + 1) / groups : lines;
         Fetch next = {(const char *)w.from(COLUMNS + lines).values, lines_end - lines};
-        multiply_rows<GROUPED>(std::min(AT_ONCE, rows - first), x + first, w, next, out + first * MAX_BLOCK);
+        multiply_rows<GROUPED>(std::min(AT_ONCE, rows - first), x + first, w, scales, next, out + first * MAX_BLOCK);
     }
 }
 
