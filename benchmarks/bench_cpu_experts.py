@@ -23,6 +23,9 @@ from moe_runtime.experts.base import ExpertKernel, ExpertNeed, ExpertWeights
 from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.cpu_native import NativeExperts
 from moe_runtime.native.build import load_native
+from moe_runtime.quantization import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
+
+SCHEMES = (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--instructions", default="auto", help="values of --cpu-kernels, separated by commas")
+    parser.add_argument("--scheme", choices=[s.name for s in SCHEMES], help="FP8 weights; default: bfloat16")
     parser.add_argument("--out", type=Path, help="file for the results, as JSON")
     return parser
 
@@ -46,13 +50,25 @@ def build_parser() -> argparse.ArgumentParser:
 def make_layers(args: argparse.Namespace) -> list[ExpertWeights]:
     """Random weights of every layer."""
 
-    def matrices(out: int, num_in: int) -> torch.Tensor:
-        return torch.randn(args.experts, out, num_in, dtype=torch.bfloat16).div_(num_in**0.5)
+    scheme = next((s for s in SCHEMES if s.name == args.scheme), None)
 
-    return [
-        ExpertWeights(matrices(2 * args.inner, args.hidden), matrices(args.hidden, args.inner), "silu")
-        for _ in range(args.layers)
-    ]
+    def layer() -> ExpertWeights:
+        gate_up = torch.randn(args.experts, 2, args.inner, args.hidden, dtype=torch.bfloat16)
+        down = torch.randn(args.experts, args.hidden, args.inner, dtype=torch.bfloat16)
+        gate_up, down = gate_up.div_(args.hidden**0.5), down.div_(args.inner**0.5)
+        if scheme is None:
+            return ExpertWeights(gate_up.flatten(1, 2), down, "silu")
+        (gate_up, gate_up_scale), (down, down_scale) = map(scheme.quantize_weight, (gate_up, down))
+        return ExpertWeights(
+            gate_up.flatten(1, 2),
+            down,
+            "silu",
+            scheme=scheme,
+            gate_up_scale=gate_up_scale,
+            down_scale=down_scale,
+        )
+
+    return [layer() for _ in range(args.layers)]
 
 
 def make_batch(args: argparse.Namespace, num_tokens: int) -> ExpertBatch:
@@ -90,7 +106,11 @@ def measure(
     """Medians: `bound`, and each kernel, in milliseconds a step."""
     batches = [make_batch(args, num_tokens) for _ in layers]
     matrix_values = 3 * args.hidden * args.inner
-    num_bytes = 2 * matrix_values * sum(int((b.num_rows_p > 0).sum()) for b in batches)
+    num_bytes = (
+        layers[0].down_pDF.element_size()
+        * matrix_values
+        * sum(int((b.num_rows_p > 0).sum()) for b in batches)
+    )
     operations = 2 * matrix_values * sum(b.row_index_S.shape[0] for b in batches)
     array, square = torch.ones(1 << 28), torch.randn(2048, 2048).bfloat16()
     times: dict[str, list[float]] = {name: [] for name in ("bound", *kernels)}

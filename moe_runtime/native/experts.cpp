@@ -56,13 +56,19 @@ Rows<W> rows_of(const void *matrices, const Scales &scales, int64_t matrix, int6
     return {values, depth, own, scales.rows_per_scale, scales.groups, row};
 }
 
-// The same rows in bf16, scales as they are: for as many token rows that widening each time would take longer.
+// The same rows in bf16, for so many token rows that widening for each TILE_ROWS of them would take longer. Scales that change along a row are applied, and the products rounded; others stay scales.
 Rows<bf16> widened(const Rows<fp8> &rows, int64_t columns, std::vector<bf16> &values) {
-    int64_t count = columns * rows.depth, i = 0;
-    values.resize(count);
-    for (; i + STEP <= count; i += STEP) store(load(rows.values + i), values.data() + i);
-    for (; i < count; i++) values[i] = widen_fp8(rows.values[i]);
-    return {values.data(), rows.depth, rows.scales, rows.rows_per_scale, rows.groups, rows.first};
+    values.resize(columns * rows.depth);
+    for (int64_t c = 0; c < columns; c++)
+        for (int64_t k = 0; k < rows.depth; k += GROUP) {
+            float scale = rows.groups > 1 ? rows.scales_of(c)[k / GROUP] : 1.0f;
+            const fp8 *from = rows.values + c * rows.depth + k;
+            bf16 *to = values.data() + c * rows.depth + k;
+            int64_t count = std::min(GROUP, rows.depth - k);
+            for (int64_t i = 0; i < count; i++) to[i] = narrow(widen(widen_fp8(from[i])) * scale);
+        }
+    const float *scales = rows.groups > 1 ? nullptr : rows.scales;
+    return {values.data(), rows.depth, scales, rows.rows_per_scale, rows.groups, rows.first};
 }
 
 const Rows<bf16> &widened(const Rows<bf16> &rows, int64_t, std::vector<bf16> &) { return rows; }

@@ -1,6 +1,6 @@
 // Products of token rows with the rows of a matrix, both stored along the sum, so a result is one dot product: one Sum that runs from
 // the first value to the last, or, where scales change along it, one for each group. What a token row gives does not depend on
-// the rows beside it.
+// the rows beside it, but for scales that change along a row, which many rows have applied before (see experts.cpp).
 #pragma once
 
 #include <algorithm>

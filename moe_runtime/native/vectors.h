@@ -123,8 +123,6 @@ static inline Packed load_first(const fp8 *from, int64_t count) {
     return load(values);
 }
 
-static inline void store(Packed values, bf16 *to) { memcpy(to, &values, sizeof values); }
-
 // out[i] = the sum over the lanes of sums[i], for 4 of them.
 #ifdef __AVX512F__
 
