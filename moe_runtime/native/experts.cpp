@@ -56,7 +56,8 @@ Rows<W> rows_of(const void *matrices, const Scales &scales, int64_t matrix, int6
     return {values, depth, own, scales.rows_per_scale, scales.groups, row};
 }
 
-// The same rows in bf16, for so many token rows that widening for each TILE_ROWS of them would take longer. Scales that change along a row are applied, and the products rounded; others stay scales.
+// The same rows in bf16, for so many token rows that widening for each TILE_ROWS of them would take longer. Scales that change
+// along a row are applied, and the products rounded; others stay scales.
 Rows<bf16> widened(const Rows<fp8> &rows, int64_t columns, std::vector<bf16> &values) {
     values.resize(columns * rows.depth);
     for (int64_t c = 0; c < columns; c++)
