@@ -116,7 +116,8 @@ FENCES: dict[str, tuple[str, ...]] = {
     "gguf": ("moe_runtime.weights.demo_source", "tests."),
     "pickle": (),
     "torch.load": (
-        "moe_runtime.weights.deepspeed_files", "moe_runtime.placement.format_arrays", "tests.unit.test_placement_hostile_files",
+        "moe_runtime.weights.deepspeed_files", "moe_runtime.placement.format_arrays",
+        "tests.unit.test_placement_formats", "tests.unit.test_placement_hostile_files",
     ),
     "marshal": (),
     "shelve": (),
