@@ -30,8 +30,7 @@ SPLITS = ("waterfill", "even")
 MAX_WINDOWS = 8
 """More windows are averaged in groups of neighbours: differences between windows matter, not each of them."""
 LEVEL_ROUNDS = 12
-RELABEL_ROUNDS = (8, 20)
-"""With one window, with several."""
+RELABEL_ROUNDS = 12
 EVEN_ROUNDS = 60
 
 
@@ -165,18 +164,18 @@ def _fresh(problem: Problem, split: str, together_LEE: Array | None) -> Array:
     except ConfigError:  # limits so uneven that these counts fit nowhere
         held_LNE = fill_by_room(problem)
         count_LE = held_LNE.sum(axis=1)
-    slots_LNp, _ = arrange(held_LNE)
     movable_LE = np.tile(~problem.pinned_NE.any(axis=0), (problem.num_layers, 1))
     if split == "even":
+        slots_LNp, _ = arrange(held_LNE)
         share_VLE: Array = (load_LE / count_LE)[None].astype(np.float32)
         level(slots_LNp, share_VLE, of_slots(movable_LE, slots_LNp, False), rounds=EVEN_ROUNDS)
         return held_of(slots_LNp, problem.num_experts)
     share_VLE = with_mean(windows_WLE) / count_LE.astype(np.float32)
-    # Only experts with one replica move: the rings stay.
+    # Experts with several replicas change places as a whole and only single ones move alone: the rings stay.
+    relabel(held_LNE, share_VLE, count_LE, movable_LE & (count_LE > 1), rounds=RELABEL_ROUNDS)
+    slots_LNp, _ = arrange(held_LNE)
     level(slots_LNp, share_VLE, of_slots(movable_LE & (count_LE == 1), slots_LNp, False), rounds=LEVEL_ROUNDS)
-    held_LNE = held_of(slots_LNp, problem.num_experts)
-    relabel(held_LNE, share_VLE, count_LE, movable_LE, rounds=RELABEL_ROUNDS[len(windows_WLE) > 1])
-    return held_LNE
+    return held_of(slots_LNp, problem.num_experts)
 
 
 def _gathered(problem: Problem, windows_WLE: Array, together_LEE: Array) -> Array:
