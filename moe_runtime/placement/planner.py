@@ -110,12 +110,11 @@ def plan(
         slots_LNp = _deepseek(problem, num_groups, notes)
     else:
         if algorithm == "contiguous":
-            held_LNE = _contiguous(problem)
+            slots_LNp, _ = arrange(_contiguous(problem))
         elif current_LNp is not None and max_moved < 1:
-            held_LNE = _replan(problem, current_LNp, max_moved, notes)
+            slots_LNp, _ = arrange(_replan(problem, current_LNp, max_moved, notes))
         else:
-            held_LNE = _fresh(problem, split, together_LEE)
-        slots_LNp, _ = arrange(held_LNE)
+            slots_LNp = _fresh(problem, split, together_LEE)
     moved = int((slots_LNp >= 0).sum())
     if current_LNp is not None:
         slots_LNp, moved = arrange(held_of(slots_LNp, problem.num_experts), current_LNp)
@@ -152,7 +151,7 @@ def _check_coactivation(coactivation_LEE: Array, problem: Problem) -> Array:
 
 
 def _fresh(problem: Problem, split: str, together_LEE: Array | None) -> Array:
-    """A plan from scratch."""
+    """A plan from scratch, as slots (L, N, p)."""
     windows_WLE = few_windows(problem.loads_WLE)
     if together_LEE is not None:
         return _gathered(problem, windows_WLE, together_LEE)
@@ -169,13 +168,13 @@ def _fresh(problem: Problem, split: str, together_LEE: Array | None) -> Array:
         slots_LNp, _ = arrange(held_LNE)
         share_VLE: Array = (load_LE / count_LE)[None].astype(np.float32)
         level(slots_LNp, share_VLE, of_slots(movable_LE, slots_LNp, False), rounds=EVEN_ROUNDS)
-        return held_of(slots_LNp, problem.num_experts)
+        return slots_LNp
     share_VLE = with_mean(windows_WLE) / count_LE.astype(np.float32)
     # Experts with several replicas change places as a whole and only single ones move alone: the rings stay.
     relabel(held_LNE, share_VLE, count_LE, movable_LE & (count_LE > 1), rounds=RELABEL_ROUNDS)
     slots_LNp, _ = arrange(held_LNE)
     level(slots_LNp, share_VLE, of_slots(movable_LE & (count_LE == 1), slots_LNp, False), rounds=LEVEL_ROUNDS)
-    return held_of(slots_LNp, problem.num_experts)
+    return slots_LNp
 
 
 def _gathered(problem: Problem, windows_WLE: Array, together_LEE: Array) -> Array:
@@ -187,7 +186,7 @@ def _gathered(problem: Problem, windows_WLE: Array, together_LEE: Array) -> Arra
     try:
         slots_LNp, _ = arrange(pack(homes, problem.load_LE, count_LE))
     except ConfigError:
-        return fill_by_room(problem)
+        return arrange(fill_by_room(problem))[0]
     share_VLE = with_mean(windows_WLE) / count_LE.astype(np.float32)
     movable_LE = np.tile(~problem.pinned_NE.any(axis=0), (problem.num_layers, 1))
     spare_N = problem.room_N - home_N
@@ -197,7 +196,8 @@ def _gathered(problem: Problem, windows_WLE: Array, together_LEE: Array) -> Arra
     held_LNE = held_of(slots_LNp, problem.num_experts)
     room_LN = np.tile(spare_N, (problem.num_layers, 1))
     affinity.add_spares(held_LNE, room_LN, problem.load_LE, together_LEE, int((problem.room_N > 0).sum()))
-    return held_LNE
+    # Lower slots than the spares': that makes these the homes, which the run-time split prefers.
+    return arrange(held_LNE, slots_LNp)[0]
 
 
 def few_windows(loads_WLE: Array) -> Array:
