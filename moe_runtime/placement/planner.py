@@ -6,7 +6,7 @@ Legend: W windows, L layers, N ranks, E experts, p slots per rank. `held` is boo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -15,11 +15,12 @@ import numpy.typing as npt
 
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.errors import ConfigError
-from moe_runtime.placement import affinity, deepseek, layout
+from moe_runtime.placement import deepseek, layout
 from moe_runtime.placement.cost import Cluster, Cost
 from moe_runtime.placement.evaluate import moved_bytes, predicted_us
+from moe_runtime.placement.gathered import gathered
 from moe_runtime.placement.packing import pack, pack_level, replica_counts
-from moe_runtime.placement.problem import Problem, check_current, deal_out, make_problem
+from moe_runtime.placement.problem import Problem, check_current, make_problem
 from moe_runtime.placement.refine import level, relabel, with_mean
 from moe_runtime.placement.replan import fill_by_room, replan
 from moe_runtime.placement.slots import arrange, held_of, of_slots
@@ -154,7 +155,7 @@ def _fresh(problem: Problem, split: str, together_LEE: Array | None) -> Array:
     """A plan from scratch, as slots (L, N, p)."""
     windows_WLE = few_windows(problem.loads_WLE)
     if together_LEE is not None:
-        return _gathered(problem, windows_WLE, together_LEE)
+        return gathered(problem, windows_WLE, together_LEE)
     load_LE = problem.load_LE
     count_LE = replica_counts(problem, load_LE)
     try:
@@ -175,29 +176,6 @@ def _fresh(problem: Problem, split: str, together_LEE: Array | None) -> Array:
     slots_LNp, _ = arrange(held_LNE)
     level(slots_LNp, share_VLE, of_slots(movable_LE & (count_LE == 1), slots_LNp, False), rounds=LEVEL_ROUNDS)
     return slots_LNp
-
-
-def _gathered(problem: Problem, windows_WLE: Array, together_LEE: Array) -> Array:
-    """First the replicas that must be, gathered by co-activation; then the others, along rings."""
-    start_E = np.maximum(problem.min_replicas, problem.pinned_NE.sum(axis=0))
-    home_N = deal_out(int(start_E.sum()), problem.room_N, problem.pinned_NE.sum(axis=1))
-    homes = replace(problem, room_N=home_N)
-    count_LE = np.tile(start_E, (problem.num_layers, 1))
-    try:
-        slots_LNp, _ = arrange(pack(homes, problem.load_LE, count_LE))
-    except ConfigError:
-        return arrange(fill_by_room(problem))[0]
-    share_VLE = with_mean(windows_WLE) / count_LE.astype(np.float32)
-    movable_LE = np.tile(~problem.pinned_NE.any(axis=0), (problem.num_layers, 1))
-    spare_N = problem.room_N - home_N
-    weights = affinity.WEIGHTS_WITH_SPARES if spare_N.any() else affinity.WEIGHTS_ALONE
-    movable_LNp = of_slots(movable_LE, slots_LNp, False)
-    affinity.gather(slots_LNp, share_VLE, movable_LNp, together_LEE, problem.cluster, weights=weights)
-    held_LNE = held_of(slots_LNp, problem.num_experts)
-    room_LN = np.tile(spare_N, (problem.num_layers, 1))
-    affinity.add_spares(held_LNE, room_LN, problem.load_LE, together_LEE, int((problem.room_N > 0).sum()))
-    # Lower slots than the spares': that makes these the homes, which the run-time split prefers.
-    return arrange(held_LNE, slots_LNp)[0]
 
 
 def few_windows(loads_WLE: Array) -> Array:

@@ -127,6 +127,16 @@ def waterfill(load_E: Array, replicas: Replicas, start_DC: Array | None = None) 
     return share_EC
 
 
+def slot_shares(load_E: Array, replicas: Replicas) -> Array:
+    """float64 (N, E): which part of each expert's rows each rank takes after `waterfill`; an expert without rows is at home."""
+    share_EC = waterfill(np.maximum(load_E, 1), replicas).astype(np.float64)
+    share_EC /= share_EC.sum(axis=1, keepdims=True)
+    part_NE = np.zeros((replicas.num_ranks, len(load_E)))
+    expert, place = np.nonzero(replicas.slot_EC >= 0)
+    part_NE[replicas.slot_EC[expert, place] // replicas.slots_per_rank, expert] = share_EC[expert, place]
+    return part_NE
+
+
 def most_rows(load_E: Array, replicas: Replicas) -> int:
     """Rows of the fullest rank after `waterfill`."""
     return max(_share_out(load_E, replicas, None, SLACK)[1])
