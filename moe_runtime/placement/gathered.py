@@ -1,9 +1,9 @@
 """A plan from scratch that weighs co-activation: as gathered as it can be while it stays level.
 
 The more experts are gathered by co-activation, the less level the ranks, and how fast depends on the loads. So the weight of balance is not
-fixed: trial plans from the older windows, with light to heavy weights and with spare replicas anywhere or along rings, are judged on the
-newest ones, which they have not seen. Chosen is what keeps tokens on the fewest ranks while the fullest ranks, after the run-time
-split, stay within TOLERANCE of those of a plan that packs by load alone (longest processing time first, as EPLB does).
+fixed: trial plans, with light to heavy weights and with spare replicas anywhere or along rings, are made without a part of the windows
+and judged on it, for each of FOLDS parts (cross-validation). Chosen is what keeps tokens on the fewest ranks while the fullest ranks, after
+the run-time split, stay within TOLERANCE of those of a plan that packs by load alone (longest processing time first, as EPLB does).
 
 Legend: W windows, L layers, N ranks, E experts, p slots per rank. `held` is bool (L, N, E).
 """
@@ -32,31 +32,33 @@ WEIGHTS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.12)
 RINGS = (0, 1, affinity.ALL_RINGS)
 """How many spare replicas of each rank come from its neighbours on rings; the others come from anywhere."""
 TOLERANCE = 1.02
-UNSEEN = 0.25
-"""Share of the windows that trial plans are judged on."""
+FOLDS = 4
+"""Parts of the windows; trial plans from the others are judged on each."""
 
 
 def gathered(problem: Problem, windows_WLE: Array, together_LEE: Array) -> Array:
     """int64 (L, N, p): first the replicas that must be, gathered by co-activation; then the others. Homes have the lowest slots."""
-    num_unseen = int(np.ceil(UNSEEN * len(windows_WLE)))
-    older_WLE = windows_WLE[:-num_unseen] if len(windows_WLE) > 1 else windows_WLE
-    unseen_WLE = windows_WLE[-num_unseen:]
-    older = replace(problem, loads_WLE=older_WLE)
     together = affinity.scaled(together_LEE)
+    parts = np.array_split(np.arange(len(windows_WLE)), min(FOLDS, len(windows_WLE)))
+    limit, trials = 0.0, dict[tuple[float, int], Array]()
     try:
-        plain_LNE = pack_level(older, older.load_LE, replica_counts(older, older.load_LE))
-        limit = TOLERANCE * judge(arrange(plain_LNE)[0], unseen_WLE, together, problem)[0]
-        trials = [
-            (judge(slots_LNp, unseen_WLE, together, problem), choice)
-            for choice, slots_LNp in _candidates(older, older_WLE, together)
-        ]
+        for part in parts:
+            rest_WLE = np.delete(windows_WLE, part, axis=0) if len(parts) > 1 else windows_WLE
+            rest, unseen_WLE = replace(problem, loads_WLE=rest_WLE), windows_WLE[part].mean(axis=0, keepdims=True)
+            plain_LNE = pack_level(rest, rest.load_LE, replica_counts(rest, rest.load_LE))
+            limit += TOLERANCE * judge(arrange(plain_LNE)[0], unseen_WLE, together, problem)[0]
+            for choice, slots_LNp in _candidates(rest, rest_WLE, together):
+                judged = np.array(judge(slots_LNp, unseen_WLE, together, problem))
+                trials[choice] = trials.get(choice, 0.0) + judged
     except ConfigError:  # limits so uneven that usual replica counts fit nowhere
         return arrange(fill_by_room(problem))[0]
-    level = [(near, choice) for (fullest, near), choice in trials if fullest <= limit]
-    _, chosen = max(level) if level else (0.0, min(trials)[1])
-    return next(
-        slots_LNp for choice, slots_LNp in _candidates(problem, windows_WLE, together) if choice == chosen
-    )
+    level = [choice for choice, (fullest, _) in trials.items() if fullest <= limit]
+    if level:
+        chosen = max(level, key=lambda choice: float(trials[choice][1]))
+    else:
+        chosen = min(trials, key=lambda choice: float(trials[choice][0]))
+    candidates = _candidates(problem, windows_WLE, together)
+    return next(slots_LNp for choice, slots_LNp in candidates if choice == chosen)
 
 
 def _candidates(

@@ -203,7 +203,8 @@ def _plain(problem: Problem, algorithm: str) -> None:
     if not same_room or problem.pinned_NE.any() or problem.min_replicas > 1:
         raise ConfigError(
             f"algorithm {algorithm!r} knows no failed ranks, pinned experts, coverage, or ranks with different numbers of slots"
-            f" ({problem.num_slots} slots on {problem.num_ranks} ranks); choose 'ours'"
+            f" ({problem.num_slots} slots on {problem.num_ranks} ranks: give a multiple of {problem.num_ranks}); choose 'ours',"
+            " which takes any number"
         )
 
 
