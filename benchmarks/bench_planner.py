@@ -40,7 +40,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--trace", type=Path, help="npz of recorded routes")
     parser.add_argument(
-        "--order", choices=ORDERS, default="recorded", help="of the trace's tokens: what is past, what is judged"
+        "--order",
+        choices=ORDERS,
+        default="recorded",
+        help="of the trace's tokens: what is past, what is judged",
     )
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="traces to make")
     parser.add_argument("--ep", type=int, nargs="+", default=[8, 16, 32])

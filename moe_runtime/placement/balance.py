@@ -44,15 +44,15 @@ def _relieve_all(total: list[int], shares: list[list[int]], ranks: list[list[int
     for share, where in zip(shares, ranks, strict=True):
         for i, rank in enumerate(where):
             while total[rank] > goal and share[i]:
-                k = min(range(len(where)), key=lambda j: total[where[j]])
-                room = goal - total[where[k]]
+                emptiest = where[1 - i] if len(where) == 2 else min(where, key=total.__getitem__)
+                room = goal - total[emptiest]
                 if room <= 0:
                     break
                 amount = min(share[i], total[rank] - goal, room)
                 share[i] -= amount
-                share[k] += amount
+                share[where.index(emptiest)] += amount
                 total[rank] -= amount
-                total[where[k]] += amount
+                total[emptiest] += amount
                 moved = True
     return moved
 

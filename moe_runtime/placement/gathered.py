@@ -44,7 +44,10 @@ def gathered(problem: Problem, windows_WLE: Array, together_LEE: Array) -> Array
     try:
         for part in parts:
             rest_WLE = np.delete(windows_WLE, part, axis=0) if len(parts) > 1 else windows_WLE
-            rest, unseen_WLE = replace(problem, loads_WLE=rest_WLE), windows_WLE[part].mean(axis=0, keepdims=True)
+            rest, unseen_WLE = (
+                replace(problem, loads_WLE=rest_WLE),
+                windows_WLE[part].mean(axis=0, keepdims=True),
+            )
             plain_LNE = pack_level(rest, rest.load_LE, replica_counts(rest, rest.load_LE))
             limit += TOLERANCE * judge(arrange(plain_LNE)[0], unseen_WLE, together, problem)[0]
             for choice, slots_LNp in _candidates(rest, rest_WLE, together):

@@ -79,7 +79,8 @@ def plan(
     loads_WLE: (token, k) pairs per window, MoE layer and expert, oldest first, in any unit; one window may come as (L, E).
     price: with it, a current placement is only left for a plan whose modelled gain pays for the move.
     algorithm: `ours`; `deepseek` (EPLB: hierarchical if num_groups is a multiple of the nodes); `contiguous` (loads are ignored).
-    split: how the runtime divides a batch among replicas: `waterfill` by its exact counts, or `even` whatever it is.
+    split: how the runtime divides a batch among replicas: `waterfill` by its exact counts, or `even` whatever it is. On
+    strongly skewed loads EPLB's even shares were up to 1.5 % more level than these (docs/placement.md).
     current: start from this placement and move at most the share `max_moved` of the slots (1: plan from scratch).
     coactivation_LEE: how often one token chooses both experts; then a token's experts come together on few ranks and nodes.
     max_slots_per_rank: memory limit, one for all ranks or one each. failed_ranks get nothing. pinned: (expert, rank) pairs that

@@ -139,7 +139,11 @@ def slot_shares(load_E: Array, replicas: Replicas) -> Array:
 
 def most_rows(load_E: Array, replicas: Replicas) -> int:
     """Rows of the fullest rank after `waterfill`."""
-    return max(_share_out(load_E, replicas, None, SLACK)[1])
+    # From even shares, not from home: only the maximum is asked for, and they are nearer to it.
+    load_D1, count_D1 = load_E[replicas.shared_D, None], replicas.count_E[replicas.shared_D, None]
+    place_C = np.arange(replicas.slot_EC.shape[1])
+    start_DC = (place_C < count_D1) * (load_D1 // count_D1) + (place_C < load_D1 % count_D1)
+    return max(_share_out(load_E, replicas, start_DC, SLACK)[1])
 
 
 def _share_out(
