@@ -181,6 +181,8 @@ class CollectiveDispatcher:
             row_index_S=torch.from_numpy(incoming.row_index_S).to(x_TD.device),
             num_rows_p=torch.from_numpy(incoming.rows_p).to(x_TD.device),
             handle=_Handle(outgoing, incoming, rows_N, own),
+            # On a GPU None, as in the short steps that are planned on the device: a step has both kinds if its halves differ.
+            num_rows=len(incoming.row_index_S) if x_TD.device.type == "cpu" else None,
         )
 
 

@@ -118,6 +118,7 @@ class FixedExchange:
             row_index_S=row_S + block_S * (rows_per_block - C),
             num_rows_p=grouping.num_rows_p,
             handle=FixedHandle(grouping.position_TK, weights),
+            num_rows=row_S.shape[0] if row_S.device.type == "cpu" else None,
         )
 
 

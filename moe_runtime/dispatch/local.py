@@ -49,6 +49,7 @@ class LocalDispatcher:
                 row_index_S=torch.div(pair_S, plan.global_slot_TK.shape[1], rounding_mode="floor"),
                 num_rows_p=grouping.num_rows_p,
                 handle=grouping,
+                num_rows=pair_S.shape[0] if pair_S.device.type == "cpu" else None,
             )
         )
 
