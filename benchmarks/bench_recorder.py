@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace, num_tokens: int) -> tuple[float, float, fl
                 recorder.count(chosen)
                 recorder.computed(num_tokens)
             middle = time.perf_counter()
-            recorder.end_step(1, 1, prefill=args.mixed)
+            recorder.end_step(1, 1, args.mixed, num_tokens)
             told.append(middle - begin)
             added.append(time.perf_counter() - middle)
     counted = [torch.stack([torch.bincount(i.view(-1), minlength=args.experts) for i in b]) for b in batches]

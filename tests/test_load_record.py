@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
+import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,6 +121,65 @@ def test_recording_from_python_changes_nothing(folder: Path, tmp_path: Path) -> 
             with pytest.raises(CapacityError, match=r"rank 0: .*file"):
                 llm.dump_expert_distribution_record(blocked / "below")
     assert results[0] == results[1]
+
+
+@contextmanager
+def busy(http: httpx.Client, seed: int) -> Iterator[None]:
+    """While clients ask for completions, and many leave before theirs are done."""
+    draw, stop = random.Random(seed), threading.Event()
+    name = http.get("/v1/models").json()["data"][0]["id"]
+
+    def client(seed: int) -> None:
+        mine = random.Random(seed)
+        with httpx.Client(base_url=http.base_url, timeout=60) as own:
+            while not stop.is_set():
+                prompt = [mine.randrange(5, 200) for _ in range(mine.randint(1, 40))]
+                body = {"model": name, "prompt": prompt, "max_tokens": 60, "ignore_eos": True, "stream": True}
+                with own.stream("POST", "/v1/completions", json=body) as answer:
+                    lines = answer.iter_lines()
+                    for _ in range(mine.choice([1, 5, 1000])):
+                        if next(lines, None) is None:
+                            break
+
+    threads = [threading.Thread(target=client, args=(draw.getrandbits(32),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_records_under_load_have_the_same_steps_on_all_ranks(http: httpx.Client, seed: int) -> None:
+    draw = random.Random(seed)
+    with busy(http, seed):
+        for number in range(12):
+            assert http.post("/start_expert_distribution_record").status_code == 200
+            time.sleep(draw.uniform(0, 0.2))
+            if number % 2:
+                assert http.post("/stop_expert_distribution_record").status_code == 200
+            dumped = http.post("/dump_expert_distribution_record").json()
+            record = load_record(Path(dumped["folder"]))
+            assert record.num_steps_W.sum() == dumped["num_steps"], "every rank has all of them"
+            # Every token chose its experts in every layer, also those of clients that left.
+            chosen_WPNL = record.counts_WPNLE.sum(axis=4)
+            assert (chosen_WPNL == record.tokens_WPN[..., None] * record.meta.top_k).all()
+            assert len(record.routes.step_t) == record.tokens_WPN.sum()
+
+
+def test_traces_under_load_have_the_same_steps_on_all_ranks(http: httpx.Client, seed: int) -> None:
+    with busy(http, seed):
+        for _ in range(5):
+            assert http.post("/start_profile", json={"num_steps": 1000}).status_code == 200
+            time.sleep(0.1)
+            done = http.post("/stop_profile").json()
+            events = json.loads(Path(done["file"]).read_text())["traceEvents"]
+            first, second = (
+                [e["ts"] for e in events if e["pid"] == rank and e["name"] == "step"] for rank in range(2)
+            )
+            assert len(first) == len(second) > 0
 
 
 def test_a_trace_over_http(http: httpx.Client) -> None:

@@ -134,7 +134,7 @@ class ModelRunner:
             wait_us=timeline.totals_ns[WAIT] // 1000,
             experts_us=timeline.totals_ns[EXPERTS] // 1000,
         )
-        self.recorder.end_step(times.forward_us, times.wait_us, agreed.prefill)
+        self.recorder.end_step(times.forward_us, times.wait_us, agreed.prefill, agreed.max_num_tokens)
         return logits, times
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from moe_runtime.errors import ConfigError
 from moe_runtime.placement.record import PHASES
 from moe_runtime.placement.route_ring import RouteRing
-from moe_runtime.placement.windows import LoadWindows, WindowFigures
+from moe_runtime.placement.windows import MAX_TOKENS, LoadWindows, WindowFigures
 
 if TYPE_CHECKING:
     from moe_runtime.placement.live_loads import LiveLoads
@@ -147,12 +147,12 @@ class LoadRecorder:
         """Expert rows of this rank in some layer, or int64 (p,) those of each slot; layer by layer, several times if it computes in parts."""
         self._rows.append(num_rows)
 
-    def end_step(self, forward_us: int, wait_us: int, prefill: bool) -> None:
-        """Add the step. `prefill`: whether any rank had a token of a prompt in it."""
+    def end_step(self, forward_us: int, wait_us: int, prefill: bool, max_num_tokens: int) -> None:
+        """Add the step. `prefill`: whether any rank had a token of a prompt in it. max_num_tokens: of the rank that had most."""
         if self._rows:
             self._kept_rows.append((self._step, PREFILL if prefill else DECODE, _joined(self._rows)))
         if self.recording or self.live is not None:
-            self._record(forward_us, wait_us)
+            self._record(forward_us, wait_us, max_num_tokens)
         self._step += 1
         self._parts, self._choices, self._rows = [], [], []
 
@@ -182,9 +182,8 @@ class LoadRecorder:
             self._settle(record=True)
         return self.windows.arrays(self._window, len(self.placements) - 1) | self.routes.arrays()
 
-    def _record(self, forward_us: int, wait_us: int) -> None:
-        tokens = self._tokens()
-        if self.recording and not self._window.fits(tokens):
+    def _record(self, forward_us: int, wait_us: int, max_num_tokens: int) -> None:
+        if self.recording and self._window.most_tokens + max_num_tokens > MAX_TOKENS:
             self._advance()
         for i, part in enumerate(self._parts):
             choices = self._choices[i :: len(self._parts)]
@@ -194,13 +193,14 @@ class LoadRecorder:
                 if self.recording:
                     self.routes.add(self._step, part, choices)
         if self.recording:
-            window = self._window
+            window, tokens = self._window, self._tokens()
             if not window.num_steps:
                 window.first_step = self._step
             window.num_steps += 1
             window.tokens = (window.tokens[0] + tokens[0], window.tokens[1] + tokens[1])
             window.wait_us += wait_us
             window.forward_us += forward_us
+            window.most_tokens += max_num_tokens
             if window.num_steps >= self.windows.stride:
                 self._advance()
         if self.live is not None and self.live.closing:

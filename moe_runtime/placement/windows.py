@@ -5,7 +5,8 @@ neighbours not merged yet has freed. By the time that all are merged, all are of
 
     room 4, steps of each window     1 1 1 1  ->  2 1 1 2  ->  2 2 2 2  ->  4 2 2 4  -> ...
 
-So the record reaches back to its start, and one pair at most is merged at a time.
+So the record reaches back to its start, and one pair at most is merged at a time. Nothing here depends on what a rank counted:
+the windows of all ranks are the same if they are told of the same steps.
 
 Legend: W windows, L MoE layers, P phases, E experts.
 """
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from moe_runtime.placement.record import Array
 
 MAX_TOKENS = 2**31 - 1
-"""Of one phase in a window: no expert can be chosen more often, so that int32 holds every count."""
+"""Of a rank in a window: no expert can be chosen more often, so that int32 holds every count."""
 
 _FIGURES = np.dtype(
     [
@@ -36,6 +37,7 @@ _FIGURES = np.dtype(
         ("tokens", np.int64, (len(PHASES),)),
         ("wait_us", np.int64),
         ("forward_us", np.int64),
+        ("most_tokens", np.int64),
     ]
 )
 
@@ -49,10 +51,8 @@ class WindowFigures:
     tokens: tuple[int, int] = (0, 0)
     wait_us: int = 0
     forward_us: int = 0
-
-    def fits(self, tokens: tuple[int, int]) -> bool:
-        """Whether a step of so many tokens can be counted too."""
-        return self.tokens[0] + tokens[0] <= MAX_TOKENS and self.tokens[1] + tokens[1] <= MAX_TOKENS
+    most_tokens: int = 0
+    """The sum over steps of the tokens of the rank that had most: alike on all ranks, whose windows must be the same."""
 
 
 class LoadWindows:
@@ -128,7 +128,8 @@ class LoadWindows:
     @staticmethod
     def _row(figures: WindowFigures, placement: int) -> tuple[Any, ...]:
         f = figures
-        return (f.first_step, f.num_steps, time.time(), placement, f.tokens, f.wait_us, f.forward_us)
+        times = (f.wait_us, f.forward_us)
+        return (f.first_step, f.num_steps, time.time(), placement, f.tokens, *times, f.most_tokens)
 
     def _place(self) -> int:
         """A free place. Merges a pair of windows if there is none; forgets the oldest if the pair is too much for int32."""
@@ -137,12 +138,12 @@ class LoadWindows:
         self._pairs_left -= 1
         into, gone = self._order[self._position : self._position + 2]
         first, second = self._figures[into], self._figures[gone]
-        if (first["tokens"] + second["tokens"]).max() > MAX_TOKENS:
+        if first["most_tokens"] + second["most_tokens"] > MAX_TOKENS:
             self._position += 1
             return self._order.pop(0)
         self._counts[into].add_(self._counts[gone])
         second["first_step"] = first["first_step"]
-        for name in ("num_steps", "tokens", "wait_us", "forward_us"):
+        for name in ("num_steps", "tokens", "wait_us", "forward_us", "most_tokens"):
             second[name] += first[name]
         self._figures[into] = second
         self._position += 1

@@ -181,7 +181,7 @@ def test_the_load_is_counted_by_windows(recording: bool, seed: int) -> None:
                 recorder.count(ids)
                 for e in ids.flatten().tolist():
                     expected[-1][layer, e] += 1
-        recorder.end_step(1, 1, prefill=False)
+        recorder.end_step(1, 1, False, sum(sizes))
         live.step_done()
     seen = live.snapshot()
     assert list(seen) == list(range(4, NUM_WINDOWS + 4)), "the last that are whole"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_runtime.errors import ConfigError
+from moe_runtime.placement import recorder as recorder_module
 from moe_runtime.placement import windows
 from moe_runtime.placement.balancedness import BalanceWatch, balancedness
 from moe_runtime.placement.live_loads import NUM_WINDOWS, LiveLoads
@@ -68,7 +69,7 @@ class Step:
             for ids in self.ids:
                 recorder.count(torch.tensor(ids[layer], dtype=torch.int64).view(-1, K))
                 recorder.computed(torch.tensor([layer, 1]) if self.rows_on_device else layer + 1)
-        recorder.end_step(10, 3, prefill)
+        recorder.end_step(10, 3, prefill, sum(map(len, self.decode)))
 
     def counts(self) -> np.ndarray[Any, Any]:
         counts = np.zeros((2, L, E), dtype=np.int64)
@@ -119,7 +120,7 @@ def test_a_million_steps_take_no_more_memory() -> None:
         recorder.begin_step(part)
         recorder.count(ids)
         recorder.computed(1)
-        recorder.end_step(1, 1, False)
+        recorder.end_step(1, 1, False, 1)
     assert recorder.num_bytes == before == memory
     arrays = recorder.arrays()
     assert len(arrays["num_steps_W"]) in (50, 51)
@@ -144,7 +145,7 @@ def test_large_steps_are_counted_in_pieces(num_tokens: int, mixed: bool, seed: i
         recorder.begin_step([PartTokens(num_tokens, decode_T)])
         for ids_TK in ids_LTK:
             recorder.count(ids_TK)
-        recorder.end_step(1, 1, mixed)
+        recorder.end_step(1, 1, mixed, num_tokens)
     assert (recorder.arrays()["counts_WPLE"] == expected).all()
     assert torch.equal(ids_LTK, kept), "the router's choices are not the recorder's to change"
 
@@ -164,6 +165,7 @@ def test_rows_are_summed_by_layer(seed: int) -> None:
 def test_counts_never_wrap_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows whose sum int32 could not hold are not merged: the oldest is forgotten instead."""
     monkeypatch.setattr(windows, "MAX_TOKENS", 10)
+    monkeypatch.setattr(recorder_module, "MAX_TOKENS", 10)
     recorder = make(windows=4)
     ids = torch.zeros(3, K, dtype=torch.int64)
     ids[:, 1] = 1
@@ -171,7 +173,7 @@ def test_counts_never_wrap_round(monkeypatch: pytest.MonkeyPatch) -> None:
         recorder.begin_step([PartTokens(3)])
         for _ in range(L):
             recorder.count(ids)
-        recorder.end_step(1, 1, False)
+        recorder.end_step(1, 1, False, 3)
     arrays = recorder.arrays()
     first, steps = arrays["first_step_W"], arrays["num_steps_W"]
     assert (steps[:-1] * 3 > 10 // 2).all(), "as long as they may be"
