@@ -9,7 +9,6 @@ t tokens whose routes were kept.
 from __future__ import annotations
 
 import json
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,8 +188,13 @@ def _read_rank(folder: Path, rank: int, meta: RecordMeta) -> dict[str, Array]:
             part = {name: file[name] for name in RANK_ARRAYS}
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except (ValueError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{path}: is not an npz file without pickles: {error}") from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        # A damaged file raises whatever zipfile, zlib or numpy come upon: EOFError, BadZipFile, zlib.error, ValueError, ...
+        raise ConfigError(
+            f"{path}: is damaged, or not an npz file without pickles: {str(error) or repr(error)}"
+        ) from error
     num_windows = len(part["first_step_W"])
     wanted = (num_windows, len(PHASES), meta.num_layers, meta.num_experts)
     if part["counts_WPLE"].shape != wanted:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import resource
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +312,37 @@ def test_damaged_records_name_the_file(tmp_path: Path) -> None:
     np.savez(rank_file(tmp_path, 0), evil=np.array([object()], dtype=object))
     with pytest.raises(ConfigError, match="lacks the arrays"):
         load_record(tmp_path)
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Files may have 100 bytes."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, old[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_rank(tmp_path, 0, make(windows=4).arrays())
+        with pytest.raises(OSError, match="File too large"):
+            write_meta(tmp_path, meta(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_that_was_cut_off_says_so(tmp_path: Path, seed: int) -> None:
+    """By whatever killed a rank or a copy: every length of the file."""
+    write_meta(tmp_path, meta(1))
+    write_rank(tmp_path, 0, make(windows=4).arrays())
+    whole = rank_file(tmp_path, 0).read_bytes()
+    draw = random.Random(seed)
+    for length in [0, 1, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(30))]:
+        rank_file(tmp_path, 0).write_bytes(whole[:length])
+        with pytest.raises(ConfigError, match=r"rank0\.npz"):
+            load_record(tmp_path)
+    for _ in range(100):
+        place = draw.randrange(len(whole))
+        rank_file(tmp_path, 0).write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+        with suppress(ConfigError):
+            load_record(tmp_path)
 
 
 def test_balancedness_of_known_cases() -> None:
