@@ -23,6 +23,7 @@ LAYERS: list[tuple[int, str]] = [
     (0, "moe_runtime.cli_flags"),
     (0, "moe_runtime.cli_peers"),
     (0, "moe_runtime.quantization"),
+    (0, "moe_runtime.whole_file"),
     (0, "moe_runtime.triton_support.*"),
     (0, "moe_runtime.profiling.*"),
     (1, "moe_runtime.watchdog"),
