@@ -25,6 +25,7 @@ LAYERS: list[tuple[int, str]] = [
     (0, "moe_runtime.quantization"),
     (0, "moe_runtime.whole_file"),
     (0, "moe_runtime.triton_support.*"),
+    (0, "moe_runtime.native.*"),
     (0, "moe_runtime.profiling.*"),
     (1, "moe_runtime.watchdog"),
     (1, "moe_runtime.topology"),
