@@ -23,9 +23,10 @@ from moe_runtime.triton_support.fp8_rows import quantize_rows
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 FP8_TOLERANCE = 6e-2
-"""Of activations rounded to FP8: a value next to a tie may round the other way, half a step of 1/8."""
+"""Of activations rounded to FP8: small values next to a tie may round the other way."""
 FP8_FAR_SHARE, FP8_FAR = 0.005, 3
-"""The share of outputs that may be further off than FP8_TOLERANCE, and how many times as far."""
+"""The share of outputs that may be further off than FP8_TOLERANCE, and how many times as far: where a row's largest value, at a
+tie, went one step of 32 in 448 the other way (seeds 1648300388 and 1204305946: one such value made 95 % of the error)."""
 UNREADABLE = 1 << 50
 SMALL = GroupedGemmConfig(16, 64, 32, group_m=2, num_stages=2)
 OLD_GPU = Gpu(arch=80, num_sms=3, shared_bytes=163 << 10)

@@ -23,6 +23,7 @@ LAYERS: list[tuple[int, str]] = [
     (0, "moe_runtime.cli_flags"),
     (0, "moe_runtime.cli_peers"),
     (0, "moe_runtime.quantization"),
+    (0, "moe_runtime.whole_file"),
     (0, "moe_runtime.triton_support.*"),
     (0, "moe_runtime.native.*"),
     (0, "moe_runtime.profiling.*"),
@@ -117,7 +118,8 @@ FENCES: dict[str, tuple[str, ...]] = {
     "gguf": ("moe_runtime.weights.demo_source", "tests."),
     "pickle": (),
     "torch.load": (
-        "moe_runtime.weights.deepspeed_files", "moe_runtime.placement.format_arrays", "tests.unit.test_placement_formats",
+        "moe_runtime.weights.deepspeed_files", "moe_runtime.placement.format_arrays",
+        "tests.unit.test_placement_formats", "tests.unit.test_placement_hostile_files",
     ),
     "marshal": (),
     "shelve": (),
