@@ -184,7 +184,7 @@ void attend_rows(const AttentionCall &call, Scratch &s, bool packed, int64_t row
 }
 
 template <int R = ROWS, typename... Args>
-void attend_some(int64_t rows, const Args &...args) {
+void attend_some(int64_t rows, Args &&...args) {
     if constexpr (R > 1)
         if (rows < R) return attend_some<R - 1>(rows, args...);
     attend_rows<R>(args...);
