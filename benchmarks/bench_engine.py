@@ -23,9 +23,11 @@ import random
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,9 +122,7 @@ def bound_seconds(spec: ModelSpec, cell: Cell, ceiling: dict[str, float]) -> flo
     weights = spec.num_layers * dense + spec.num_moe_layers * touched * expert + head
     per_token = spec.num_layers * dense + spec.num_moe_layers * spec.top_k * expert
     flop = 2 * (cell.rows * per_token + cell.num_prompts * head)
-    return max(
-        weights * BYTES / (ceiling["read_gb_s"] * 1e9), flop / (ceiling["product_tflop_s"] * 1e12)
-    )
+    return max(weights * BYTES / (ceiling["read_gb_s"] * 1e9), flop / (ceiling["product_tflop_s"] * 1e12))
 
 
 def seconds(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:
@@ -158,11 +158,13 @@ def profile(llm: LLM, cell: Cell, args: argparse.Namespace, vocab: int) -> dict[
     num_tokens = args.output_len if cell.decode else 2
     llm.start_profile(num_steps=1000)
     seconds(llm, prompts, num_tokens)
-    file = Path(args.model) / f"../trace_{os.getpid()}.json"
-    llm.stop_profile(file)
-    events = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
-    file.unlink()
-    steps = [e for e in events if e["name"] == "step" and (e["args"]["tokens"] == cell.rows or not cell.decode)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        llm.stop_profile(file)
+        events = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
+    steps = [
+        e for e in events if e["name"] == "step" and (e["args"]["tokens"] == cell.rows or not cell.decode)
+    ]
     if not cell.decode:
         steps = steps[:1]
     spans = [(s["ts"], s["ts"] + s["dur"]) for s in steps]
@@ -170,7 +172,7 @@ def profile(llm: LLM, cell: Cell, args: argparse.Namespace, vocab: int) -> dict[
     for event in events:
         if event["tid"] == 0 and any(a <= event["ts"] < b for a, b in spans):
             sums[event["name"]] += event["dur"] / len(steps) / 1e3
-    between = [b[0] - a[1] for a, b in zip(spans, spans[1:], strict=False)]
+    between = [b[0] - a[1] for a, b in pairwise(spans)]
     sums["between"] = statistics.median(between) / 1e3 if between else 0.0
     return {name: round(ms, 3) for name, ms in sorted(sums.items(), key=lambda item: -item[1])}
 

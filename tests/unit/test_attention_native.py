@@ -45,7 +45,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def compare(native: Native, spans: list[tuple[int, int]], specs: list[AttentionSpec], block_size: int) -> None:
+def compare(
+    native: Native, spans: list[tuple[int, int]], specs: list[AttentionSpec], block_size: int
+) -> None:
     check(Case(spans, specs, block_size, torch.bfloat16), make(native), tol=TOLERANCE)
 
 
@@ -72,7 +74,16 @@ def test_head_sizes(seed: int, native: Native, dim: int) -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 5, 31, 63, 64, 65, 100, 130])
 def test_windows_at_their_edges(seed: int, native: Native, window: int) -> None:
-    spans = [(0, 131), (131, 1), (129, 3), (window, 1), (window - 1, 4), (0, window), (0, window + 1), (63, 70)]
+    spans = [
+        (0, 131),
+        (131, 1),
+        (129, 3),
+        (window, 1),
+        (window - 1, 4),
+        (0, window),
+        (0, window + 1),
+        (63, 70),
+    ]
     compare(native, spans, [spec(window=window)], 4)
 
 
@@ -112,7 +123,11 @@ def test_rotates_as_torch_does(seed: int, native: Native, interleaved: bool, tur
         )
         for name in ("keys", "values"):
             torch.testing.assert_close(
-                getattr(caches[1], name)[layer], getattr(caches[0], name)[layer], rtol=0, atol=0, equal_nan=True
+                getattr(caches[1], name)[layer],
+                getattr(caches[0], name)[layer],
+                rtol=0,
+                atol=0,
+                equal_nan=True,
             )
         assert not found.isnan().any()
         torch.testing.assert_close(found.float(), want.float(), rtol=TOLERANCE, atol=TOLERANCE)
