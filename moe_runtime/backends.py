@@ -26,6 +26,7 @@ from moe_runtime.experts.cpu_native import NativeExperts
 from moe_runtime.experts.deterministic import DeterministicExperts
 from moe_runtime.experts.reference import ReferenceExperts
 from moe_runtime.experts.triton_grouped import TritonExperts
+from moe_runtime.layers.cpu_native import NativeOps
 from moe_runtime.layers.deterministic_ops import DeterministicOps
 from moe_runtime.layers.invariant import Workers
 from moe_runtime.layers.ops import TORCH_OPS
@@ -136,12 +137,19 @@ def make_layer_ops(
     """How norms, activations and dense products are computed."""
     device = topology.device.type
     triton = TritonOps.supports(device, dtype, spec.activation)
-    reasons = {"torch": None, "triton": triton} if device == "cpu" else {"triton": triton, "torch": None}
+    native = _native(config, config.layer_backend, topology.device)
+    reasons = (
+        {"cpu_native": NativeOps.supports(device, dtype, native), "torch": None, "triton": triton}
+        if device == "cpu"
+        else {"triton": triton, "torch": None}
+    )
     reasons["deterministic"] = DeterministicOps.supports(device, dtype)
     reasons = invariant_only(reasons, config, "deterministic", "triton")
     choice = choose("layer_backend", config.layer_backend, reasons, topology.rank == 0)
     if choice.name == "deterministic":
         return DeterministicOps(Workers(torch.get_num_threads())), choice
+    if choice.name == "cpu_native":
+        return NativeOps(native), choice
     return TritonOps(config.deterministic) if choice.name == "triton" else TORCH_OPS, choice
 
 

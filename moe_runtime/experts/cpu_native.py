@@ -19,7 +19,7 @@ import torch
 from moe_runtime.experts.base import wide_tokens
 from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.layers.activation import SWIGLU_OAI
-from moe_runtime.native.build import cpu_flags
+from moe_runtime.native.build import most_rows
 from moe_runtime.quantization import FP8, GROUP
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ class NativeExperts:
     def __init__(self, native: Native, max_rows: int | None = None) -> None:
         """max_rows: slots with more rows go to torch; None: as the CPU asks for."""
         self.native = native
-        default = AMX_MAX_ROWS if "amx_bf16" in cpu_flags() else NO_LIMIT
-        self.max_rows = default if max_rows is None else max_rows
+        self.max_rows = most_rows(NO_LIMIT) if max_rows is None else max_rows
 
     def supports(self, need: ExpertNeed) -> str | None:
         """None if it can, else why not."""
@@ -124,8 +123,6 @@ class NativeExperts:
 
 
 NO_LIMIT = 1 << 60
-AMX_MAX_ROWS = 32
-"""With AMX, which torch's products use and the library does not. An estimate: no CPU with AMX was at hand to measure it."""
 PROBLEMS = {-1: "a row's token is not in the batch", -2: "the slots' rows are not the batch's"}
 
 

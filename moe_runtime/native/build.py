@@ -26,10 +26,17 @@ COMPILERS = ("g++", "c++", "clang++")
 OPTIONS = (
     "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-fopenmp", "-w",
 )  # fmt: skip
-FUNCTIONS = {"moe_runtime_experts": 2, "moe_runtime_attention": 1}
+FUNCTIONS = {
+    "moe_runtime_experts": 2,
+    "moe_runtime_attention": 1,
+    "moe_runtime_linear": 1,
+    "moe_runtime_norm": 1,
+}
 """What the library has: functions of so many pointers that return an int64."""
 BUILD_SECONDS = 120
 """Time after which a compiler is stopped."""
+AMX_MAX_ROWS = 32
+"""With AMX, which torch's products use and the library does not. An estimate: no CPU with AMX was at hand to measure it."""
 OFF = "off"
 
 INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
@@ -100,6 +107,11 @@ def cpu_flags() -> frozenset[str]:
         return frozenset()
     line = next((line for line in text.splitlines() if line.startswith("flags")), "")
     return frozenset(line.partition(":")[2].split())
+
+
+def most_rows(otherwise: int) -> int:
+    """Rows up to which a product here is as fast as torch's: AMX_MAX_ROWS on a CPU with AMX."""
+    return AMX_MAX_ROWS if "amx_bf16" in cpu_flags() else otherwise
 
 
 def usable_instruction_sets(flags: frozenset[str]) -> list[str]:

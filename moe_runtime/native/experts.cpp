@@ -35,18 +35,9 @@ struct ExpertsCall {
 
 namespace {
 
-constexpr int64_t BLOCK_BYTES = 131072;  // Of one matrix in one task, about.
-
 struct Work {
     int64_t slot, first_row, num_rows;
 };
-
-// The columns of a task: enough for a long read, few enough that all threads have some.
-int64_t block_of(int64_t columns, int64_t row_bytes, int64_t num_work, int64_t num_threads) {
-    int64_t block = std::min(MAX_BLOCK, std::max<int64_t>(16, BLOCK_BYTES / row_bytes));
-    while (block > 16 && num_work * (columns / block) < 4 * num_threads) block /= 2;
-    return block / COLUMNS * COLUMNS;
-}
 
 // Rows from `row` on of the matrix number `matrix`, of num_rows rows.
 template <typename W>

@@ -11,6 +11,7 @@ constexpr int COLUMNS = 4;        // Matrix rows multiplied at once.
 constexpr int64_t GROUP = 128;    // Values along a matrix row that share a scale, where scales change along it.
 constexpr int64_t AHEAD = 2048;   // Bytes between what is multiplied and what is fetched then.
 constexpr int64_t MAX_BLOCK = 64; // Matrix rows of one task, at most; the distance of rows of results.
+constexpr int64_t BLOCK_BYTES = 131072;  // Of one matrix in one task, about.
 #ifdef __AVX512F__
 constexpr int ROWS = 6;           // Token rows multiplied at once: 24 sums of the 32 registers.
 #else
@@ -161,4 +162,11 @@ static void multiply(
         float scale = w.scales && !grouped ? *w.scales_of(c) : 1.0f, shift = bias ? widen(bias[c]) : 0.0f;
         for (int64_t r = 0; r < rows; r++) out[r * MAX_BLOCK + c] = out[r * MAX_BLOCK + c] * scale + shift;
     }
+}
+
+// The columns of a task: enough for a long read, few enough that all threads have some.
+static inline int64_t block_of(int64_t columns, int64_t row_bytes, int64_t num_work, int64_t num_threads) {
+    int64_t block = std::min(MAX_BLOCK, std::max<int64_t>(16, BLOCK_BYTES / row_bytes));
+    while (block > 16 && num_work * (columns / block) < 4 * num_threads) block /= 2;
+    return block / COLUMNS * COLUMNS;
 }

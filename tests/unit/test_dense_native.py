@@ -1,0 +1,134 @@
+"""Dense products and norms in C++ against torch in float32, for every instruction set that this CPU has."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from moe_runtime.layers.cpu_native import MAX_ROWS, NativeOps
+from moe_runtime.layers.ops import TORCH_OPS
+from moe_runtime.native.build import INSTRUCTION_SETS, Native, cpu_flags, load_native, usable_instruction_sets
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+STEP = 2**-7
+"""The largest distance of neighbouring bfloat16 values, relative to them."""
+
+
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
+def ops(request: pytest.FixtureRequest) -> NativeOps:
+    if request.param not in usable_instruction_sets(cpu_flags()):
+        pytest.skip(f"this CPU has no {request.param}")
+    native = load_native(request.param)
+    if native.library is None:
+        pytest.skip(str(native.problem))
+    return NativeOps(native)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+def check_linear(ops: NativeOps, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    y = ops.linear(x, weight, bias)
+    want = x.float() @ weight.float().T + (0 if bias is None else bias.float())
+    assert (y.dtype, y.shape, y.is_contiguous()) == (torch.bfloat16, want.shape, True)
+    # One rounding of a sum whose terms are as large as sqrt(in).
+    torch.testing.assert_close(y.float(), want, rtol=STEP, atol=1e-5 * x.shape[-1] ** 0.5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 6, 7, 18, 19, 41, MAX_ROWS, MAX_ROWS + 1])
+def test_linear(seed: int, ops: NativeOps, threads: int, rows: int, bias: bool) -> None:
+    for depth, columns in ((64, 3), (random.randint(1, 300), random.randint(1, 300)), (33, 1000)):
+        check_linear(ops, randn(rows, depth), randn(columns, depth), randn(columns) if bias else None)
+
+
+def test_linear_of_views(seed: int, ops: NativeOps) -> None:
+    """Parts of wider rows, more than two axes, one axis, rows that are not contiguous."""
+    weight = randn(50, 40)
+    wide = randn(7, 100)
+    for x in (wide[:, 13:53], randn(2, 3, 40), randn(40), randn(40, 5).T, randn(3, 2, 40).transpose(0, 1)):
+        check_linear(ops, x, weight, None)
+    check_linear(ops, randn(4, 40), randn(40, 50).T, None)
+
+
+def test_linear_rows_do_not_depend_on_each_other(seed: int, ops: NativeOps, threads: int) -> None:
+    x, weight = randn(29, 200), randn(70, 200)
+    whole = ops.linear(x, weight)
+    for first, end in ((0, 1), (3, 5), (10, 29)):
+        assert torch.equal(ops.linear(x[first:end], weight), whole[first:end])
+    x[4] = torch.nan
+    again = ops.linear(x, weight)
+    assert again[4].isnan().all()
+    keep = [i for i in range(29) if i != 4]
+    assert torch.equal(again[keep], whole[keep])
+
+
+def check_norm(found: torch.Tensor, want: torch.Tensor) -> None:
+    """Two roundings, each to either neighbour."""
+    assert (found.dtype, found.shape, found.is_contiguous()) == (torch.bfloat16, want.shape, True)
+    torch.testing.assert_close(found.float(), want.float(), rtol=2 * STEP, atol=1e-30)
+
+
+@pytest.mark.parametrize("size", [1, 6, 16, 17, 64, 200, 2048])
+def test_rms_norm(seed: int, ops: NativeOps, threads: int, size: int) -> None:
+    weight = randn(size)
+    fused = randn(5, 3 * size + 7)
+    for x in (
+        randn(0, size),
+        randn(1, size) * 1e-3,
+        randn(37, size) * 100,
+        randn(4, 3, size),
+        fused[:, 7:].unflatten(1, (3, size)),
+        fused[:, :size],
+        randn(2, 2, 2, size),
+        randn(size, 5).T,
+    ):
+        check_norm(ops.rms_norm(x, weight, 1e-6), TORCH_OPS.rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("size", [1, 17, 64, 2048])
+def test_add_rms_norm(seed: int, ops: NativeOps, threads: int, size: int) -> None:
+    weight = randn(size)
+    wide = randn(9, 2 * size)
+    for x, delta in (
+        (randn(0, size), randn(0, size)),
+        (randn(23, size), randn(23, size)),
+        (wide[:, size:], wide[:, :size]),
+    ):
+        before = x.clone()
+        total, normed = ops.add_rms_norm(x, delta, weight, 1e-5)
+        assert torch.equal(total, x + delta)
+        assert torch.equal(x, before)
+        check_norm(normed, TORCH_OPS.rms_norm(total, weight, 1e-5))
+
+
+def test_norm_of_extremes(seed: int, ops: NativeOps) -> None:
+    """Zeros give zeros; NaN stays with its row; the largest values overflow as torch's do."""
+    x = randn(4, 32)
+    x[0], x[1, 3], x[2] = 0.0, torch.nan, 3e38
+    weight = randn(32)
+    found, want = ops.rms_norm(x, weight, 1e-6), TORCH_OPS.rms_norm(x, weight, 1e-6)
+    assert found[1].isnan().all()
+    assert not found[[0, 3]].isnan().any()
+    torch.testing.assert_close(found, want, rtol=2 * STEP, atol=1e-30, equal_nan=True)
+
+
+def test_supports(ops: NativeOps) -> None:
+    assert NativeOps.supports("cpu", torch.bfloat16, ops.native) is None
+    assert "not on cuda" in str(NativeOps.supports("cuda", torch.bfloat16, ops.native))
+    assert "float32" in str(NativeOps.supports("cpu", torch.float32, ops.native))
+    assert "no compiler" in str(NativeOps.supports("cpu", torch.bfloat16, Native(None, "", "no compiler")))
