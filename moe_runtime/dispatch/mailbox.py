@@ -135,8 +135,9 @@ class Mailboxes:
         self._exchange = self._exchange % LAST_EXCHANGE + 1
         return self._exchange % 2
 
-    def signal(self, header: memoryview, total_rows: int, rounds: int, call: Call) -> None:
-        """Publish the message with this header; nothing may be written to it afterwards."""
+    def signal(self, outbox: Slab, total_rows: int, rounds: int, call: Call) -> None:
+        """Publish the message; nothing may be written to it afterwards."""
+        header = outbox.header
         header[1], header[2] = total_rows, rounds
         header[3], header[4], header[5], header[6], header[7] = call
         header[0] = self._exchange

@@ -73,7 +73,8 @@ class Transfer:
         parity = mail.next_exchange()
         boxes, capacity, sent = form.outboxes[parity], form.capacity, 0
         begin = number * capacity
-        for peer, header, slots, rows in boxes:
+        for box in boxes:
+            peer, _, slots, rows = box
             total = self._rows_N[peer]
             count = total - begin
             if count > capacity:
@@ -81,7 +82,7 @@ class Transfer:
             if count > 0:
                 self._store(self._starts[peer] + begin, count, rows, slots, 0)
                 sent += count
-            mail.signal(header, total, self._rounds, call)
+            mail.signal(box, total, self._rounds, call)
         num_bytes = sent * (form.row_bytes + form.slot_bytes)
         if call.kind == SHARE:
             traffic.control_bytes += num_bytes
