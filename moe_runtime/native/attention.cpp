@@ -51,8 +51,14 @@ struct Scratch {
     std::vector<float> acc, top, sum;
     alignas(64) float scores[ROWS * KEYS];
     float factors[ROWS];
-    const bf16 *key[KEYS], *value[KEYS];
+    const bf16 *key[KEYS], *value[KEYS];            // Of the block's tokens.
+    const bf16 *next_key[KEYS], *next_value[KEYS];  // Of the next block's; fetched meanwhile. After the last block: the same again.
 };
+
+void fetch(const bf16 *const *rows, int64_t count) {
+    for (int64_t c = 0; c < KEYS; c++)
+        for (int64_t i = 0; i < count; i += 64 / sizeof(bf16)) __builtin_prefetch(rows[c] + i);
+}
 
 // Pairs (i, half + i), or neighbours, turned; each product and sum is rounded, as torch does it step by step.
 void rotate(const AttentionCall &call, const bf16 *x, int64_t token, bf16 *out) {
@@ -173,6 +179,7 @@ template <int R>
 void attend_rows(const AttentionCall &call, Scratch &s, bool packed, int64_t row, int64_t position, int64_t block,
                  int64_t count, const bf16 *const *q, int64_t width) {
     int64_t per_group = call.heads / call.kv_heads;
+    if (!row) fetch(s.next_key, call.head_dim);
     if (packed) scores_of_packed<R>(call, s, q + row);
     else scores_of_rows<R>(call, s, q + row, count);
     for (int r = 0; r < R; r++) {
@@ -180,6 +187,7 @@ void attend_rows(const AttentionCall &call, Scratch &s, bool packed, int64_t row
         int64_t low = call.window ? own - call.window + 1 : 0, high = std::min(count, own + 1);
         s.factors[r] = weigh(s.scores + r * KEYS, call.scale, low, high, s.top[row + r], s.sum[row + r]);
     }
+    if (!row) fetch(s.next_value, call.head_dim);
     gather_values<R>(call, s, count, s.acc.data() + row * width, width);
 }
 
@@ -188,6 +196,19 @@ void attend_some(int64_t rows, Args &&...args) {
     if constexpr (R > 1)
         if (rows < R) return attend_some<R - 1>(rows, args...);
     attend_rows<R>(args...);
+}
+
+// Where keys and values of a sequence's tokens first..first+count-1 lie; the rest of the KEYS are as the last.
+void find(const AttentionCall &call, const int32_t *table, int64_t group, int64_t first, int64_t count, const bf16 **key,
+          const bf16 **value) {
+    int64_t stride = call.kv_heads * call.head_dim;
+    for (int64_t c = 0; c < count;) {
+        int64_t inner = (first + c) % call.block_size, run = std::min(call.block_size - inner, count - c);
+        int64_t slot = table[(first + c) / call.block_size] * call.block_size + inner;
+        for (int64_t offset = slot * stride + group * call.head_dim; run; run--, c++, offset += stride)
+            key[c] = call.keys + offset, value[c] = call.values + offset;
+    }
+    for (int64_t c = count; c < KEYS; c++) key[c] = key[count - 1], value[c] = value[count - 1];
 }
 
 void attend(const AttentionCall &call, const Task &task, Scratch &s) {
@@ -201,13 +222,12 @@ void attend(const AttentionCall &call, const Task &task, Scratch &s) {
     for (int64_t r = 0; r < rows; r++) q[r] = call.rotated + (head + r / per_group * call.heads + r % per_group) * d;
     s.acc.assign(rows * width, 0.0f), s.top.assign(rows, -INFINITY), s.sum.assign(rows, 0.0f);
     int64_t first = call.window ? std::max<int64_t>(0, position - call.window + 1) / KEYS * KEYS : 0;
+    find(call, table, task.group, first, std::min(KEYS, end - first), s.next_key, s.next_value);
+    fetch(s.next_key, d), fetch(s.next_value, d);
     for (int64_t block = first; block < end; block += KEYS) {
-        int64_t count = std::min(KEYS, end - block);
-        for (int64_t c = 0; c < count; c++) {
-            int64_t at = block + c, slot = table[at / call.block_size] * call.block_size + at % call.block_size;
-            int64_t offset = (slot * call.kv_heads + task.group) * d;
-            s.key[c] = call.keys + offset, s.value[c] = call.values + offset;
-        }
+        int64_t count = std::min(KEYS, end - block), left = end - block - count;
+        std::copy(s.next_key, s.next_key + KEYS, s.key), std::copy(s.next_value, s.next_value + KEYS, s.value);
+        if (left) find(call, table, task.group, block + KEYS, std::min(KEYS, left), s.next_key, s.next_value);
         bool packed = rows > FEW_ROWS;
         if (packed) pack(call, s, count);
         for (int64_t row = 0; row < rows; row += ROWS) {
