@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from moe_runtime.dispatch.waiting import IsAlive, all_peers, wait_until
+from moe_runtime.dispatch.waiting import IsAlive, all_peers, seen_soon, wait_until
 from moe_runtime.errors import CapacityError, LockstepError
 
 if TYPE_CHECKING:
@@ -59,8 +59,7 @@ class Call(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class Slab:
+class Slab(NamedTuple):
     """The parts of one slab."""
 
     peer: int
@@ -78,6 +77,9 @@ class Format:
 
     capacity: int
     """Rows per message and round."""
+    row_bytes: int
+    slot_bytes: int
+    """Bytes of the slots beside one row."""
     outboxes: tuple[list[Slab], list[Slab]]
     inboxes: tuple[list[Slab], list[Slab]]
 
@@ -147,13 +149,14 @@ class Mailboxes:
         late or at another call.
         """
         header, expected = inbox.header, self._exchange
-        if header[0] != expected:
+        if header[0] != expected and not seen_soon(header, expected):
             what = f"{_KINDS.get(call.kind, 'unknown')} message"
             peers = all_peers(self.rank, self.num_ranks, inbox.peer)
             wait_until(lambda: header[0] == expected, peers, what, self._timeout, self._is_alive)
-        _, total_rows, rounds, *theirs = header.tolist()
-        if tuple(theirs) != call:
-            raise LockstepError(f"rank {self.rank} is at {call}; rank {inbox.peer} is at {Call(*theirs)}")
+        _, total_rows, rounds, kind, tokens, elements, size, topk = header.tolist()
+        if (kind, tokens, elements, size, topk) != call:
+            theirs = Call(kind, tokens, elements, size, topk)
+            raise LockstepError(f"rank {self.rank} is at {call}; rank {inbox.peer} is at {theirs}")
         return total_rows, rounds
 
     def close(self) -> None:
@@ -191,6 +194,8 @@ class Mailboxes:
 
         return Format(
             capacity,
+            row_bytes,
+            slot_bytes=4 * topk,
             outboxes=([view(p, here, 0) for p in peers], [view(p, here, 1) for p in peers]),
             inboxes=([view(here, p, 0) for p in peers], [view(here, p, 1) for p in peers]),
         )

@@ -14,7 +14,7 @@ from moe_runtime.core import DispatchPlan
 from moe_runtime.dispatch import collective, heap_shm, local, one_sided
 from moe_runtime.dispatch.local import LocalDispatcher
 from moe_runtime.dispatch.mailbox import HEADER_BYTES, segment_bytes, slab_bytes, slab_capacity
-from moe_runtime.dispatch.waiting import lockstep_errors, wait_until
+from moe_runtime.dispatch.waiting import lockstep_errors, seen_soon, wait_until
 from moe_runtime.errors import LockstepError
 
 
@@ -22,6 +22,20 @@ def test_wait_returns_once_the_message_is_there() -> None:
     end = time.monotonic() + 0.05
     wait_until(lambda: time.monotonic() > end, [1], "message", 30.0, lambda rank: True)
     assert time.monotonic() > end
+
+
+def test_seen_soon_sees_only_the_expected_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag comes with the third turn that is given away, or is that of another exchange."""
+    words = memoryview(bytearray(16)).cast("q")
+    turns = iter(range(1, 1000))
+
+    def peer_runs() -> None:
+        words[0] = 7 if next(turns) >= 3 else 6
+
+    monkeypatch.setattr("os.sched_yield", peer_runs)
+    assert seen_soon(words, 7)
+    assert next(turns) == 4, "it went on after the flag had come"
+    assert not seen_soon(words, 8)
 
 
 def test_wait_names_the_late_rank() -> None:
