@@ -228,7 +228,8 @@ class RankBuilder:
         nodes, rest = divmod(topology.world_size, topology.local_world_size)
         cluster = Cluster.single(topology.world_size) if rest else Cluster(nodes, topology.local_world_size)
         num_slots = sum(expert >= 0 for rank in layer for expert in rank)
-        return make_plan(cluster, num_slots, len(layer[0]) - self.eplb.num_staging_slots, self.eplb.max_moved)
+        room = len(layer[0]) - self.eplb.num_staging_slots
+        return make_plan(cluster, num_slots, room, self.eplb.max_moved, self.eplb.algorithm)
 
     def assemble(self) -> None:
         """What runs the model, and decode steps as CUDA graphs."""
