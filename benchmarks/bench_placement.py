@@ -1,12 +1,12 @@
 """Does a plan pay? The same skewed traffic without and with it, on real ranks: predicted gain against achieved, and throughput.
 
-    python benchmarks/bench_placement.py --model demo --ep 2 --redundant 2 --rounds 2 --result result.json
+    python benchmarks/bench_placement.py --model demo --ep 2 --redundant 2 --rounds 6 --result result.json
 
-Each rank is pinned to a core of its own. A first run records the load; `launch/plan.py report` plans a placement from the first half of
-the record, and predicts by the second how much less time MoE layers will take. Then other prompts of the same kind are answered, in
-turn under the contiguous placement and under the plan, each time by an engine started anew and warmed up. The MoE layers' time is taken
-from traces (`placement_trace.py`). Of two numbers the throughput is expected to follow: the predicted gain, and the share of the recorded steps'
-time that MoE layers took. Answers must be the same; the count of those that are is told.
+Each rank is pinned to a core of its own. A first engine records the load; `launch/plan.py report` plans a placement from the first half
+of the record, and predicts by the second how much less time MoE layers will take. A second engine then answers other prompts of the same kind
+under the contiguous placement and under the plan, in turn: experts move between the batches, so that what else the machine does
+slows both. The MoE layers' time is taken from traces (`placement_trace.py`). The throughput is expected to follow from two numbers:
+the predicted gain, and the share of the recorded steps' time that MoE layers took.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import platform
 import random
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,13 +24,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from placement_trace import MoeTimes, read_times
 
 from moe_runtime import LLM, SamplingParams, __version__
-from moe_runtime.placement.split import SPLITS
+from moe_runtime.placement.record import load_record
 
 ROOT = Path(__file__).resolve().parents[1]
+Slots = list[list[list[int]]]
 TOPICS = ("the sum of two integers", "binary search", "a prime sieve", "reading a file", "counting words")
 
 
@@ -43,10 +44,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--ep", type=int, default=2)
     parser.add_argument("--redundant", type=int, default=2, help="extra copies of experts in each layer")
-    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--prompts", type=int, default=32, help="of a batch")
     parser.add_argument("--tokens", type=int, default=24, help="most tokens that are generated for a prompt")
     parser.add_argument("--sequences", type=int, default=12, help="running at once, per rank")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--recorded", type=int, default=2, help="batches of prompts that are recorded")
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument(
         "--split", default="dynamic", choices=("dynamic", "static", "random"), help="how replicas are used"
     )
@@ -73,41 +75,45 @@ def pin_ranks() -> list[int]:
     return [core for _, core in sorted(pinned.items())]
 
 
-def answer(args: argparse.Namespace, first: int, placement: Path | None, folder: Path) -> dict[str, Any]:
-    """Start an engine, warm it up, answer prompts number `first` and up, and write trace and record into `folder`."""
+def start(args: argparse.Namespace, **settings: Any) -> LLM:
+    """An engine whose ranks are pinned, warmed up."""
+    llm = LLM(
+        model=args.model, ep=args.ep, ep_dispatch_algorithm=args.split, max_num_seqs=args.sequences, overlap="off",
+        enable_prefix_caching=False, log_level="warning", **settings,
+    )  # fmt: skip
+    assert len(pin_ranks()) == args.ep
+    answer(llm, args, 10**6)
+    return llm
+
+
+def answer(llm: LLM, args: argparse.Namespace, first: int) -> tuple[float, list[list[int]]]:
+    """Answer prompts number `first` and up: tokens a second, prompts' included, and the answers."""
     draw = random.Random(first)
+    numbers = range(first, first + args.prompts)
+    topics = [TOPICS[i % len(TOPICS)] for i in numbers]
     prompts = [
-        [{"role": "user", "content": f"Write a Python function for {TOPICS[i % len(TOPICS)]}, variant {i}."}]
-        for i in range(first, first + args.prompts)
+        [{"role": "user", "content": f"Write a Python function for {topic}, variant {i}."}]
+        for i, topic in zip(numbers, topics, strict=True)
     ]
     lengths = [draw.randint(max(1, args.tokens // 4), args.tokens) for _ in prompts]
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
-    with LLM(
-        model=args.model, ep=args.ep, ep_dispatch_algorithm=args.split, max_num_seqs=args.sequences, overlap="off",
-        init_expert_location=None if placement is None else str(placement), enable_prefix_caching=False,
-        log_level="warning",
-    ) as llm:  # fmt: skip
-        cores = pin_ranks()
-        assert len(cores) == args.ep
-        llm.chat(prompts[: 2 * args.ep], params[: 2 * args.ep], use_tqdm=False)
+    begin = time.perf_counter()
+    outputs = llm.chat(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    tokens = sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs)
+    return tokens / seconds, [o.outputs[0].token_ids for o in outputs]
+
+
+def record(args: argparse.Namespace, folder: Path) -> MoeTimes:
+    """Record the load under the contiguous placement, several batches long, into `folder`/record; what a trace of it says."""
+    with start(args) as llm:
         llm.start_expert_distribution_record()
         llm.start_profile(1000)
-        begin = time.perf_counter()
-        outputs = llm.chat(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - begin
+        for batch in range(args.recorded):
+            answer(llm, args, batch * args.prompts)
         llm.stop_profile(folder / "trace.json")
         llm.dump_expert_distribution_record(folder / "record")
-    times = read_times(folder / "trace.json")
-    tokens = sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs)
-    return {
-        "tokens_per_s": tokens / seconds,
-        "moe_ms": times.moe_ms,
-        "fullest_ms": times.fullest_ms,
-        "moe_share": times.moe_ms / times.step_ms,
-        "balancedness": times.balancedness,
-        "times": times,
-        "tokens": [o.outputs[0].token_ids for o in outputs],
-    }
+    return read_times(folder / "trace.json")
 
 
 def predict(args: argparse.Namespace, record: Path, report: Path) -> dict[str, Any]:
@@ -123,34 +129,49 @@ def predict(args: argparse.Namespace, record: Path, report: Path) -> dict[str, A
     return verdict
 
 
-def compare(args: argparse.Namespace, plan: Path, scratch: Path) -> list[dict[str, Any]]:
-    """Rounds of the same prompts under both placements, none of which the plan has seen."""
-    rounds, answers = [], None
-    for number in range(args.rounds):
-        runs = {}
-        for name, placement in (("contiguous", None), ("planned", plan)):
-            folder = scratch / f"{number}{name}"
-            folder.mkdir()
-            runs[name] = answer(args, args.prompts, placement, folder)
-            answers = answers or runs[name]["tokens"]
-            same = sum(a == b for a, b in zip(runs[name]["tokens"], answers, strict=True))
-            told = {key: runs[name][key] for key in ("tokens_per_s", "moe_ms", "fullest_ms", "balancedness")}
+def compare(args: argparse.Namespace, plan: Path, contiguous: Slots, scratch: Path) -> list[dict[str, Any]]:
+    """Rounds of prompts that the plan has not seen, each under both placements, in one engine whose experts move in between."""
+    eplb = {"max_bytes_per_step": 1 << 30, "step_interval": 10**9}
+    rounds = []
+    with start(args, init_expert_location=str(plan), enable_eplb=True, eplb_config=json.dumps(eplb)) as llm:
+        slots = {"planned": llm.placement, "contiguous": contiguous}
+        in_force = "planned"
+        for number in range(args.rounds):
+            runs: dict[str, dict[str, Any]] = {}
+            # In turn the one and the other first.
+            for name in sorted(slots, reverse=number % 2 == 0):
+                if name != in_force:
+                    moved = llm.rebalance(slots[name])
+                    assert moved.result == "applied", moved
+                    in_force = name
+                llm.start_profile(1000)
+                speed, tokens = answer(llm, args, (args.recorded + number) * args.prompts)
+                llm.stop_profile(scratch / "trace.json")
+                times = read_times(scratch / "trace.json")
+                runs[name] = {"tokens_per_s": speed, **times.summary(), "answers": tokens}
+            before, after = runs["contiguous"], runs["planned"]
+            pairs = zip(before.pop("answers"), after.pop("answers"), strict=True)
+            same = sum(a == b for a, b in pairs)
+            gain, faster = (
+                1 - after["moe_ms"] / before["moe_ms"],
+                after["tokens_per_s"] / before["tokens_per_s"],
+            )
+            rounds.append({"gain": gain, "faster": faster, "same_answers": same, **runs})
             print(
-                f"round {number} {name:10}: {', '.join(f'{k} {v:.3f}' for k, v in told.items())},"
-                f" {same} of {args.prompts} answers the same",
+                f"round {number}: MoE layers {before['moe_ms']:.0f} -> {after['moe_ms']:.0f} ms, gain {gain:.3f};"
+                f" {before['tokens_per_s']:.0f} -> {after['tokens_per_s']:.0f} tokens/s, x {faster:.3f};"
+                f" balancedness {before['balancedness']:.3f} -> {after['balancedness']:.3f}; {same} of {args.prompts} answers the same",
                 flush=True,
             )
-            runs[name] |= {"same_answers": same}
-        before, after = runs["contiguous"], runs["planned"]
-        rounds.append(
-            {
-                "gain": 1 - after["moe_ms"] / before["moe_ms"],
-                "experts_gain": 1 - after["fullest_ms"] / before["fullest_ms"],
-                "faster": after["tokens_per_s"] / before["tokens_per_s"],
-                **{n: {k: v for k, v in r.items() if k not in ("tokens", "times")} for n, r in runs.items()},
-            }
-        )
     return rounds
+
+
+def mean_and_bounds(values: list[float]) -> dict[str, float]:
+    """Mean, and the bounds between which it lies with 90 % confidence (bootstrap over rounds)."""
+    draw = np.random.default_rng(0)
+    means = draw.choice(values, size=(10_000, len(values))).mean(axis=1)
+    low, high = np.quantile(means, [0.05, 0.95])
+    return {"mean": float(np.mean(values)), "low": float(low), "high": float(high)}
 
 
 def predicted_against(
@@ -165,22 +186,21 @@ def predicted_against(
         "modelled_moe_ms_per_step": [verdict["before_us"]["mean"] / 1e3, verdict["after_us"]["mean"] / 1e3],
         "recorded_moe_ms_per_step": first.moe_ms / first.num_steps,
         "recorded_moe_share": share,
-        "achieved_gain": statistics.mean(r["gain"] for r in rounds),
-        "achieved_gains": [r["gain"] for r in rounds],
-        "achieved_faster": statistics.mean(r["faster"] for r in rounds),
+        "achieved_gain": mean_and_bounds([r["gain"] for r in rounds]),
+        "achieved_faster": mean_and_bounds([r["faster"] for r in rounds]),
     }
 
 
 def main(argv: list[str]) -> int:
     """Record, plan, compare."""
     args = build_parser().parse_args(argv)
-    assert args.split in SPLITS
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        first = answer(args, 0, None, scratch)
+        recorded = record(args, scratch)
         verdict = predict(args, scratch / "record", scratch / "report")
-        rounds = compare(args, scratch / "report/placement.json", scratch)
-    result = predicted_against(first["times"], verdict, rounds)
+        (contiguous,) = load_record(scratch / "record").meta.placements
+        rounds = compare(args, scratch / "report/placement.json", contiguous, scratch)
+    result = predicted_against(recorded, verdict, rounds)
     print(json.dumps(result, indent=1))
     if args.result:
         result |= {

@@ -46,6 +46,16 @@ class MoeTimes:
         """Rows of the mean rank over those of the fullest, summed over passes; see the glossary."""
         return float(self.rows_XN.mean(axis=1).sum() / self.rows_XN.max(axis=1).sum())
 
+    def summary(self) -> dict[str, float]:
+        """JSON-ready."""
+        return {
+            "moe_ms": self.moe_ms,
+            "fullest_ms": self.fullest_ms,
+            "step_ms": self.step_ms,
+            "num_steps": self.num_steps,
+            "balancedness": self.balancedness,
+        }
+
 
 def read_times(trace: Path) -> MoeTimes:
     """From a trace without overlap (`overlap="off"`): one dispatch, one pass through the experts and one combine in each layer."""

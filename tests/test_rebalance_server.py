@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,11 +189,13 @@ def test_bad_files_are_explained_and_nothing_of_them_runs(
     before = http.get("/placement").json()
     evil = io.BytesIO()
     torch.save({"physical_to_logical_map": Evil()}, evil)
+    bare = io.BytesIO()
+    torch.save(Evil(), bare, _use_new_zipfile_serialization=False)
     arrays = io.BytesIO()
     np.savez(arrays, phy2log=np.array([[Evil()]], dtype=object))
     for content, query, part in (
         (evil.getvalue(), "", "torch.load(weights_only=True) refuses it"),
-        (pickle.dumps(Evil()), "", "torch.load(weights_only=True) refuses it"),
+        (bare.getvalue(), "", "torch.load(weights_only=True) refuses it"),
         (arrays.getvalue(), "", "which the file does not hold or is too large"),
         (b"a: !!python/object/apply:os.mkdir [evil]", "", "tags"),
         (b"PK\x03\x04", "", "damaged zip"),

@@ -11,7 +11,7 @@ import torch
 
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.errors import ConfigError
-from moe_runtime.placement import deepseek
+from moe_runtime.placement import planner
 from moe_runtime.placement.balancer import (
     Array,
     Costs,
@@ -211,12 +211,8 @@ def test_deepseek_s_algorithm_plans_whatever_it_moves(seed: int) -> None:
     current = with_empty_slots(contiguous(3, 8, 2, 2), 1)
     got = make_plan(Cluster.single(2), 10, 5, 0.01, "deepseek")(seen, current)
     check_reachable(current, got)
-    load_LE = seen.sum(axis=0) / len(seen)
-    wanted_LS = deepseek.rebalance_experts(load_LE, 10, 1, 1, 2).slot_to_expert_LS
-    for slots_N, wanted_S in zip(got.slots, wanted_LS.tolist(), strict=True):
-        assert {frozenset(set(r) - {-1}) for r in slots_N} == {
-            frozenset(wanted_S[:5]),
-            frozenset(wanted_S[5:]),
-        }
+    wanted = planner.plan(seen, Cluster.single(2), num_slots=10, algorithm="deepseek").placement
+    for slots_N, wanted_N in zip(got.slots, wanted.slots, strict=True):
+        assert {frozenset(r) - {-1} for r in slots_N} == {frozenset(r) - {-1} for r in wanted_N}
     with pytest.raises(ConfigError, match="11 slots of each layer cannot be shared evenly by 2 ranks"):
         make_plan(Cluster.single(2), 11, 6, 0.01, "deepseek")
