@@ -196,7 +196,7 @@ class Cost:
         free. `counts_of`: with a dynamic split a dispatcher that does not exchange counts anyway (`one_sided`) adds an exchange of
         them, one number per expert; give the number of experts then, else 0.
         """
-        counts_us = self._counts_us(counts_of) if counts_of else 0.0
+        counts_us = self.counts_us(counts_of) if counts_of else 0.0
         return StepTime(
             compute_us_L=self.compute_us(rows_LNp).max(axis=-1),
             dispatch_us_L=self.travel_us(sent_LNN, self.model.row_bytes),
@@ -234,8 +234,8 @@ class Cost:
         latency_us = self.hardware.latency_us if self.cluster.num_ranks > 1 else 0.0
         return slowest * (row_bytes * 1e6) + latency_us
 
-    def _counts_us(self, num_experts: int) -> float:
-        """One exchange in which every rank tells every other its number of tokens for each expert."""
+    def counts_us(self, num_experts: int) -> float:
+        """Microseconds of one exchange in which every rank tells every other its number of tokens for each expert."""
         others = self.cluster.num_ranks - 1
         inside = min(self.cluster.ranks_per_node - 1, others)
         size = COUNT_BYTES * num_experts

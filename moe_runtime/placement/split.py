@@ -19,6 +19,8 @@ from moe_runtime.placement.balance import even_out, share_out
 Array = npt.NDArray[Any]
 SLACK = 0.002
 SPLITS = ("static", "random", "waterfill", "one_replica", "dynamic")
+BY_COUNTS = ("waterfill", "one_replica", "dynamic")
+"""Those for which ranks tell one another their counts, in layers with replicas."""
 WEIGHT_ROWS = 32
 """Rows per expert below which a CPU core spends more time on reading the expert's weights than on computing with them, roughly:
 bytes of a weight x operations a second / (2 x bytes a second); 17 for float32 on AVX-512, 75 for bfloat16 on AMX."""
