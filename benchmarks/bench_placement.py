@@ -1,6 +1,6 @@
 """Does a plan pay? The same skewed traffic without and with it, on real ranks: predicted gain against achieved, and throughput.
 
-    python benchmarks/bench_placement.py --model demo --ep 2 --redundant 2 --rounds 6 --result result.json
+    python benchmarks/bench_placement.py --model demo --ep 2 --rounds 6 --result result.json
 
 Each rank is pinned to a core of its own. A first engine records the load; `launch/plan.py report` plans a placement from the first half
 of the record, and predicts by the second how much less time MoE layers will take. A second engine then answers other prompts of the same kind
@@ -43,14 +43,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--ep", type=int, default=2)
-    parser.add_argument("--redundant", type=int, default=2, help="extra copies of experts in each layer")
+    parser.add_argument("--redundant", type=int, default=0, help="extra copies of experts in each layer")
     parser.add_argument("--prompts", type=int, default=32, help="of a batch")
     parser.add_argument("--tokens", type=int, default=24, help="most tokens that are generated for a prompt")
     parser.add_argument("--sequences", type=int, default=12, help="running at once, per rank")
     parser.add_argument("--recorded", type=int, default=2, help="batches of prompts that are recorded")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument(
-        "--split", default="dynamic", choices=("dynamic", "static", "random"), help="how replicas are used"
+        "--split", default="static", choices=("dynamic", "static", "random"), help="how replicas are used"
     )
     parser.add_argument("--hardware", default="cpu", help="preset or YAML file for the prediction")
     parser.add_argument("--result", type=Path, help="JSON file to write")
