@@ -26,7 +26,7 @@ _NOT_YET: dict[str, str] = {
     "an administrator's key": "admin-api-key",
     "a Unix socket": "uds",
     "choosing the kernels' communication mode": "deepep-mode",
-    "load balancing of experts": "eplb-algorithm eplb-rebalance-layers-per-chunk",
+    "load balancing of experts": "eplb-rebalance-layers-per-chunk",
     "modes of recording expert loads (they are always recorded; see --expert-load-memory-mib)": "expert-distribution-recorder-mode"
     " expert-distribution-recorder-buffer-size enable-expert-distribution-metrics enable-return-routed-experts",
     "sizing the KV cache in bytes or tokens (use --num-kv-blocks)": "kv-cache-memory-bytes max-total-tokens",

@@ -107,6 +107,7 @@ class EngineConfig(_Checked):
     enable_eplb: bool = _field(False, "parallel", "Move experts between ranks while serving, as the load asks for")
     eplb_config: str | None = _field(None, "parallel", "Settings of --enable-eplb, a JSON object with vLLM's names: see docs/rebalancing.md")
     eplb_dry_run: bool = _field(False, "parallel", "With --enable-eplb: say what would be moved and what it would gain, and move nothing")
+    eplb_algorithm: str | None = _field(None, "parallel", "How placements are planned while serving, ours or deepseek: algorithm of --eplb-config")
     eplb_rebalance_num_iterations: int | None = _field(None, "parallel", "Steps from one look at the load to the next: step_interval of --eplb-config", low=1)
     eplb_min_rebalancing_utilization_threshold: float | None = _field(
         None, "parallel", "Balancedness from which on nothing is moved: min_utilization of --eplb-config", low=0.0, high=1.0)
@@ -165,6 +166,7 @@ class EplbConfig(_Checked):
     min_gain: float = _field(0.05, "eplb", "Share of the experts' time that a move must be expected to save", low=0.0, high=1.0)
     hysteresis: float = _field(2.0, "eplb", "How many times its cost a move must be expected to save until the next look", low=0.0)
     max_moved: float = _field(0.05, "eplb", "Share of all experts' slots that a plan may change; 1: plan as if nothing was anywhere", low=0.0, high=1.0)
+    algorithm: str = _field("ours", "eplb", "How placements are planned: ours, or deepseek (EPLB's global form, which regards neither max_moved nor where experts are)", choices=("ours", "deepseek"))
     max_bytes_per_step: int = _field(4 << 20, "eplb", "Bytes of weights that a rank fetches during one step at most", low=1 << 12)
     deadline_seconds: float = _field(600.0, "eplb", "Time after which a move is given up", low=0.1)
     num_staging_slots: int = _field(1, "eplb", "Slots per rank and MoE layer that stay empty, to move experts into", low=1, high=64)

@@ -16,7 +16,16 @@ _ELSEWHERE = {
     "communicator": (None,),
 }
 """vLLM's fields with one meaning only here, and the values that have it."""
+_ALGORITHMS = {"auto": "ours", "ours": "ours", "deepseek": "deepseek"}
+_NO_ALGORITHMS = {
+    "deepseek_hierarchical": "groups of experts are not kept on one node; use deepseek, or ours, which knows of nodes",
+    "deepseek_vec": "use ours, which plans from several windows of load",
+    "deepseek_vec_hierarchical": "use ours, which plans from several windows of load and knows of nodes",
+    "elasticity_aware": "the ranks that there are at the start stay; use ours",
+}
+"""SGLang's that are missing, and what to use instead."""
 _ONLY_WITH_EPLB = (
+    "eplb_algorithm",
     "eplb_config",
     "eplb_dry_run",
     "eplb_rebalance_num_iterations",
@@ -29,6 +38,7 @@ def eplb_config(config: EngineConfig) -> EplbConfig:
     given = _parse(config.eplb_config)
     for name, text, value in (
         ("num_redundant_experts", "--num-redundant-experts", config.num_redundant_experts or None),
+        ("algorithm", "--eplb-algorithm", _algorithm(config.eplb_algorithm)),
         ("step_interval", "--eplb-rebalance-num-iterations", config.eplb_rebalance_num_iterations),
         (
             "min_utilization",
@@ -56,6 +66,17 @@ def eplb_config(config: EngineConfig) -> EplbConfig:
             flag = f"--{asked[0].replace('_', '-')}"
             raise ConfigError(f"{flag} has no effect without --enable-eplb; give that too, or leave it out")
     return settings
+
+
+def _algorithm(name: str | None) -> str | None:
+    """From SGLang's names, and ours."""
+    if name is None:
+        return None
+    if name in _NO_ALGORITHMS:
+        raise ConfigError(f"--eplb-algorithm {name} is not supported: {_NO_ALGORITHMS[name]}")
+    if name not in _ALGORITHMS:
+        raise ConfigError(f"--eplb-algorithm: unknown name {name!r}; allowed are {', '.join(_ALGORITHMS)}")
+    return _ALGORITHMS[name]
 
 
 def _parse(text: str | None) -> dict[str, Any]:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import torch
 
+from moe_runtime.core import ExpertPlacement
+from moe_runtime.placement.formats import FORMATS, write_placement
+from moe_runtime.placement.stored import Model
 from tests.helpers.live_server import LiveServer, make_folder
 from tests.helpers.real_server import RealServer
 from tests.helpers.tiny_models import make_tiny
@@ -122,10 +130,14 @@ def test_a_move_that_is_given_up_shows_until_one_succeeds(http: httpx.Client) ->
 
 def test_bad_orders_are_explained(http: httpx.Client) -> None:
     for body, status, part in (
-        ({"placement": [[[0]]]}, 409, "for 1 MoE layers of 16 experts; the model has 6"),
-        ({"placement": {"slot": []}}, 400, "has no `slots`"),
+        ({"placement": [[[0]]]}, 400, "placement: has 1 layers; wanted 6 (MoE layers)"),
+        ({"placement": [[[0], [1]]] * LAYERS}, 400, "MoE layer 0: expert 2 has no slot"),
+        ({"placement": [[[0] * 99, list(range(16))]] * LAYERS}, 400, "rank 0, slot 1: holds expert 0 again"),
+        ({"placement": [[list(range(16)), [1]]] * LAYERS}, 409, "16 experts; it has 9 slots"),
+        ({"placement": {"slot": []}}, 400, "its format is not known: it is a mapping with slot"),
         ({"placement": [[["x"]]]}, 400, "Expected `int`, got `str`"),
-        ({"placement": 5}, 400, "placement must be [MoE layer][rank][slot]"),
+        ({"placement": 5}, 400, "its format is not known"),
+        ({"placement": {"logical_count": [[1] * 16] * LAYERS}}, 400, "holds loads of experts"),
         ({"plan": 5}, 400, "plan"),
         ({"timeout": -1}, 400, "timeout"),
         ({"timeout": 1e9}, 400, "timeout"),
@@ -138,6 +150,69 @@ def test_bad_orders_are_explained(http: httpx.Client) -> None:
     assert answer.status_code == 200
     assert answer.json()["result"] == "skipped"
     assert "not enough evidence" in answer.json()["reason"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_files_of_every_format_are_taken(http: httpx.Client, name: str, tmp_path: Path) -> None:
+    """As the body itself; and as `placement` what is JSON."""
+    now = held(http.get("/placement").json()["slots"])
+    a, b = min(now[0][0] - now[0][1]), min(now[0][1] - now[0][0])
+    target = [[sorted(rank) for rank in layer] for layer in now]
+    target[0] = [sorted(now[0][0] - {a} | {b}), sorted(now[0][1] - {b} | {a})]
+    placement = ExpertPlacement(tuple(tuple(tuple(rank) for rank in layer) for layer in target), EXPERTS)
+    file = tmp_path / "placement"
+    write_placement(file, placement, Model.of_moe_layers(LAYERS, EXPERTS, 2), name)
+    if name in ("moe_runtime", "vllm"):
+        answer = http.post("/rebalance", json={"placement": json.loads(file.read_text()), "force": True})
+    else:
+        answer = post_file(http, file.read_bytes(), "?force=true&timeout=30")
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["result"] == "applied"
+    assert held(http.get("/placement").json()["slots"]) == held(target)
+
+
+def post_file(http: httpx.Client, content: bytes, query: str = "") -> httpx.Response:
+    return http.post(
+        f"/rebalance{query}", content=content, headers={"content-type": "application/octet-stream"}
+    )
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, ("evil",))
+
+
+def test_bad_files_are_explained_and_nothing_of_them_runs(
+    http: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = http.get("/placement").json()
+    evil = io.BytesIO()
+    torch.save({"physical_to_logical_map": Evil()}, evil)
+    bare = io.BytesIO()
+    torch.save(Evil(), bare, _use_new_zipfile_serialization=False)
+    arrays = io.BytesIO()
+    np.savez(arrays, phy2log=np.array([[Evil()]], dtype=object))
+    for content, query, part in (
+        (evil.getvalue(), "", "torch.load(weights_only=True) refuses it"),
+        (bare.getvalue(), "", "torch.load(weights_only=True) refuses it"),
+        (arrays.getvalue(), "", "which the file does not hold or is too large"),
+        (b"a: !!python/object/apply:os.mkdir [evil]", "", "tags"),
+        (b"PK\x03\x04", "", "damaged zip"),
+        (b"", "", "empty"),
+        (b"[" * 100_000, "", "not valid"),
+        (b"x" * (16 * 2**20 + 1), "", "larger than"),
+        (b"[[0]]", "?force=maybe", "not valid JSON"),
+        (b"[[0]]", "?force=5", "force"),
+        (b"[[0]]", "?placement=5", "leave it out"),
+        (b"[[0]]", "?plan=5", "plan"),
+    ):
+        answer = post_file(http, content, query)
+        assert answer.status_code == 400, answer.text
+        assert part in answer.text, answer.text
+    assert http.post("/rebalance?force=true").status_code == 400
+    assert http.get("/placement").json() == before
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_the_flag_it_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from moe_runtime.engine.graph_sizes import GraphSizes, Parts, choose_sizes
 from moe_runtime.engine.graphs import MAX_LONGEST, CudaGraphs, Record, StepGraphs
 from moe_runtime.engine.initial_placement import initial_placement
 from moe_runtime.engine.load_records import LoadRecords, describe
-from moe_runtime.engine.messages import Ready
+from moe_runtime.engine.messages import MoeShape, Ready
 from moe_runtime.engine.model_runner import ModelRunner, allocate_cache
 from moe_runtime.engine.overlap import OverlapModel
 from moe_runtime.engine.rebalancing import PlacementInForce, Rebalancer
@@ -228,7 +228,8 @@ class RankBuilder:
         nodes, rest = divmod(topology.world_size, topology.local_world_size)
         cluster = Cluster.single(topology.world_size) if rest else Cluster(nodes, topology.local_world_size)
         num_slots = sum(expert >= 0 for rank in layer for expert in rank)
-        return make_plan(cluster, num_slots, len(layer[0]) - self.eplb.num_staging_slots, self.eplb.max_moved)
+        room = len(layer[0]) - self.eplb.num_staging_slots
+        return make_plan(cluster, num_slots, room, self.eplb.max_moved, self.eplb.algorithm)
 
     def assemble(self) -> None:
         """What runs the model, and decode steps as CUDA graphs."""
@@ -305,6 +306,10 @@ class RankBuilder:
         what = describe(config, spec, self.dtype, topology, expert_bytes)
         return recorder, LoadRecords(topology.rank, recorder, what)
 
+    def _moe_shape(self) -> MoeShape:
+        spec = self.spec
+        return MoeShape(spec.num_experts, spec.moe_layers, spec.num_layers, self.records.what.checkpoint)
+
     @property
     def num_kv_blocks(self) -> int:
         """Those that sequences can have."""
@@ -320,6 +325,7 @@ class RankBuilder:
             num_kv_blocks=self.num_kv_blocks,
             block_size=self.config.block_size,
             placement=None if self.rebalancer is None else self.rebalancer.slots,
+            moe=None if self.rebalancer is None else self._moe_shape(),
             info={
                 "architecture": self.spec.architecture,
                 "device": str(self.topology.device),

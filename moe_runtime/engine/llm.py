@@ -21,7 +21,7 @@ from moe_runtime.core import SamplingParams
 from moe_runtime.engine.async_llm import AsyncLLM
 from moe_runtime.engine.messages import RankStats
 from moe_runtime.engine.outputs import ProfileResult, RequestOutput
-from moe_runtime.engine.rebalance_request import Rebalanced, Slots, read_placement_file
+from moe_runtime.engine.rebalance_request import Rebalanced, Slots, wanted_slots
 from moe_runtime.engine.requests import Prompt, PromptDict
 from moe_runtime.errors import ConfigError, EngineDeadError, RequestError
 
@@ -152,12 +152,15 @@ class LLM:
     ) -> Rebalanced:
         """Move experts between ranks now, and wait for the outcome; needs `enable_eplb=True`.
 
-        placement: [MoE layer][rank][slot] -> expert, -1 for an empty slot, or a JSON file of that; by default it is planned
-        from the live load, and carried out if it is expected to pay or with `force`. May be called while another
-        thread generates.
+        placement: [MoE layer][rank][slot] -> expert, -1 for an empty slot, or a file of any format that `init_expert_location`
+        takes; by default it is planned from the live load, and carried out if it is expected to pay or with `force`. May be
+        called while another thread generates.
         """
         self._raise_if_closed()
-        slots = read_placement_file(Path(placement)) if isinstance(placement, str | Path) else placement
+        given = _file_content(placement) if isinstance(placement, str | Path) else placement
+        shape = self._engine.ready[0].moe
+        # Without a shape experts stay where they are, which rebalance() says.
+        slots = None if given is None or shape is None else wanted_slots(given, shape, self.config.ep)
         return self._thread.run(self._engine.rebalance(slots, force=force, timeout=timeout))
 
     @property
@@ -227,6 +230,16 @@ class LLM:
     def _raise_if_closed(self) -> None:
         if not self._finalizer.alive:
             raise EngineDeadError("this LLM has been closed")
+
+
+def _file_content(path: str | Path) -> bytes:
+    """Raises RequestError."""
+    from moe_runtime.placement.formats import read_bytes  # takes long to import
+
+    try:
+        return read_bytes(Path(path))
+    except ConfigError as error:
+        raise RequestError(str(error), "placement") from error
 
 
 class _LoopThread:

@@ -92,7 +92,7 @@ class LoadRecords:
                     self.what,
                     model=command.model,
                     started_at=self._started_at,
-                    placements=list(self.recorder.placements),
+                    placements=self.recorder.placements,
                 )
                 self._writing = _Writing(self.rank, command, self.recorder.arrays(), meta)
                 return None

@@ -273,6 +273,18 @@ class Profiled(msgspec.Struct, tag="profiled"):
     spans: list[Span]
 
 
+class MoeShape(msgspec.Struct):
+    """What placements of this model are held against; as `placement.stored.Model`."""
+
+    num_experts: int
+    moe_layers: tuple[int, ...]
+    """Number in the decoder of each layer with experts."""
+    num_layers: int
+    """Of the decoder."""
+    checkpoint: str
+    """Its identity."""
+
+
 class Ready(msgspec.Struct, tag="ready"):
     """Rank -> front-end once it can take requests."""
 
@@ -287,6 +299,8 @@ class Ready(msgspec.Struct, tag="ready"):
     """What was chosen and why, for /server_info."""
     placement: list[list[list[int]]] | None = None
     """As PlacementNews.slots; None if experts stay where they are."""
+    moe: MoeShape | None = None
+    """None if experts stay where they are."""
 
 
 class Progress(msgspec.Struct, tag="progress"):

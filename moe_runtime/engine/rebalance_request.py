@@ -1,23 +1,24 @@
-"""The front-end's side of moving experts: ask rank 0, and wait for what comes of it."""
+"""The front-end's side of moving experts: understand what is wanted, ask rank 0, and wait for what comes of it."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from moe_runtime.engine.messages import EplbStats, Rebalance
-from moe_runtime.errors import RequestError
+from moe_runtime.engine.messages import EplbStats, MoeShape, Rebalance
+from moe_runtime.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from moe_runtime.engine.messages import RankStats
+    from moe_runtime.placement.stored import StoredLoads, StoredPlacement
 
 POLL_S = 0.02
+MAX_FILE_BYTES = 16 * 1024 * 1024
+"""Of a placement that is moved to while serving: as much as a request's body may have."""
 Slots = list[list[list[int]]]
 
 
@@ -32,26 +33,63 @@ class Rebalanced(msgspec.Struct):
     """Of the placement in force."""
 
 
-def parse_placement(data: Any) -> Slots:
-    """[layer][rank][slot], or an object that holds them as `slots`. Raises RequestError naming the first wrong place."""
-    if isinstance(data, dict):
-        if "slots" not in data:
-            raise RequestError("placement: the object has no `slots`", "placement")
-        data = data["slots"]
+def wanted_slots(given: Any, shape: MoeShape, num_ranks: int) -> Slots:
+    """[layer][rank][slot], from the content of a placement file of any format (bytes) or the value of one that is JSON.
+
+    [layer][rank][slot] itself, or an object that holds it as `slots`, will do too; ranks need not have equally many slots there.
+    Raises RequestError that names layer and slot where something is wrong. May take seconds, and imports numpy, and torch for a .pt file.
+    """
+    # Not before somebody asks: they take long to import.
+    from moe_runtime.placement.stored import Model, StoredLoads
+    from moe_runtime.placement.validate import to_placement
+
+    model = Model(shape.num_experts, num_ranks, shape.moe_layers, shape.num_layers, shape.checkpoint)
     try:
-        return msgspec.convert(data, Slots, strict=True)
+        stored = _stored(given)
+        if isinstance(stored, StoredLoads):
+            raise ConfigError(
+                "placement: holds loads of experts; `launch/plan.py plan` makes a placement from them"
+            )
+        placement = to_placement(stored, model, "placement")
+    except ConfigError as error:
+        raise RequestError(str(error), "placement") from error
+    return [[list(rank) for rank in layer] for layer in placement.slots]
+
+
+def _stored(given: Any) -> StoredPlacement | StoredLoads:
+    from moe_runtime.placement.formats import parse, parse_value
+
+    if isinstance(given, bytes) and len(given) > MAX_FILE_BYTES:
+        raise ConfigError(f"placement: has {len(given)} bytes; at most {MAX_FILE_BYTES} are read")
+    if isinstance(given, dict) and "slots" in given and "format" not in given:
+        given = given["slots"]
+    if (
+        isinstance(given, list)
+        and given
+        and isinstance(given[0], list)
+        and given[0]
+        and isinstance(given[0][0], list)
+    ):
+        return _plain(given)
+    try:
+        return parse(given) if isinstance(given, bytes) else parse_value(given)
+    except ConfigError as error:
+        raise ConfigError(f"placement: {error}") from error
+
+
+def _plain(given: list[Any]) -> StoredPlacement:
+    """[layer][rank][slot], ranks filled up with empty slots."""
+    from moe_runtime.placement.stored import StoredPlacement
+
+    try:
+        slots = msgspec.convert(given, Slots, strict=True)
     except msgspec.ValidationError as error:
-        raise RequestError(
-            f"placement must be [MoE layer][rank][slot] -> expert, -1 for an empty slot: {error}", "placement"
+        raise ConfigError(
+            f"placement must be [MoE layer][rank][slot] -> expert, -1 for an empty slot: {error}"
         ) from error
-
-
-def read_placement_file(path: Path) -> Slots:
-    """A JSON file of what `parse_placement` understands. Raises RequestError."""
-    try:
-        return parse_placement(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise RequestError(f"placement file {path}: {error}", "placement") from error
+    width = max((len(rank) for layer in slots for rank in layer), default=0)
+    rows = tuple(tuple((*rank, *[-1] * (width - len(rank))) for rank in layer) for layer in slots)
+    return StoredPlacement("slots", rows, ranks_known=True)
 
 
 async def request_rebalance(

@@ -64,6 +64,11 @@ class PlacementInForce:
             self.placement = apply_changes(self.placement, [s.change for s in self._changes])
             self._undo, self._changes = [], []
 
+    @property
+    def changing(self) -> bool:
+        """A round has begun and is not complete."""
+        return bool(self._undo)
+
     def take_back(self) -> int:
         """Undo the unfinished round; how many layers that were."""
         for layer, old in reversed(self._undo):
@@ -215,6 +220,8 @@ class Rebalancer:
             ends_move = staged.ends_move
             if staged.ends_round:
                 self._tell_placement()
+        if self._in_force.changing:
+            self._recorder.unset_placement()
         if self._num_flipped > first:
             mover.flipped(self._num_flipped)
             self.stats.stalls_s.add(time.perf_counter() - began, STALL_BOUNDS)
@@ -237,6 +244,8 @@ class Rebalancer:
         self._mover, self._last_mover = None, mover
         self.stats.moved_bytes += mover.take_moved_bytes()
         undone = self._in_force.take_back()
+        if undone:
+            self._recorder.set_placement(self.slots)
         self.stats.state = "idle"
         self.stats.rolled_back += 1
         reason = f"rank {rank}: {MoveFailure(failure).words}"

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_runtime.core import ExpertPlacement
+from moe_runtime.errors import ConfigError
 from moe_runtime.placement import planner
 from moe_runtime.placement.transition import check_reachable, num_copies
 
@@ -81,11 +82,19 @@ class Decision:
     num_copies: int = 0
 
 
-def make_plan(cluster: Cluster, num_slots: int, max_slots_per_rank: int, max_moved: float) -> Plan:
+def make_plan(
+    cluster: Cluster, num_slots: int, max_slots_per_rank: int, max_moved: float, algorithm: str = "ours"
+) -> Plan:
     """The project's planner, from where experts are now. `num_slots`: replicas in each layer, over all ranks.
 
-    `max_moved`: share of them that may move, but two in any case, so that two experts can change places.
+    `max_moved`: share of them that may move, but two in any case, so that two experts can change places. algorithm: `ours`, or
+    `deepseek`, which may move all. Raises ConfigError if it cannot deal with so many slots.
     """
+    if algorithm == "deepseek" and num_slots % cluster.num_ranks:
+        raise ConfigError(
+            f"eplb algorithm deepseek: {num_slots} slots of each layer cannot be shared evenly by {cluster.num_ranks} ranks;"
+            " change num_redundant_experts, or use ours, which takes any number"
+        )
 
     def plan(loads_WLE: Array, current: ExpertPlacement) -> ExpertPlacement:
         result = planner.plan(
@@ -95,6 +104,7 @@ def make_plan(cluster: Cluster, num_slots: int, max_slots_per_rank: int, max_mov
             current=current,
             max_moved=min(1.0, max(max_moved, 2 / (len(current.slots) * num_slots))),
             max_slots_per_rank=max_slots_per_rank,
+            algorithm=algorithm,
         )
         return result.placement
 

@@ -4,7 +4,8 @@
 
 * Computing of a rank is the larger of its multiplications (6 D F operations per row, rows padded to whole tiles per expert) and its
   memory traffic (the weights of the experts that have rows at all, and the rows themselves): the roofline of a grouped product
-  (Williams, Waterman and Patterson, CACM 52(4), 2009). In decode the weights of activated experts dominate.
+  (Williams, Waterman and Patterson, CACM 52(4), 2009). In decode the weights of activated experts dominate. Where a core reads
+  weights and then multiplies with them (`Hardware.overlap` false), it is the sum of both.
 * Dispatch and combine end when the last rank has sent and received everything: the rank that most rows go to (incast) counts. Rows
   within a node and between nodes use two links with bandwidths of their own, at the same time.
 
@@ -48,6 +49,8 @@ class Hardware:
     """Of one exchange between ranks, without bytes."""
     tile_rows: int
     """Rows of an expert are padded to a multiple of this."""
+    overlap: bool = True
+    """Whether weights are read while others are multiplied with; a YAML file may leave it out."""
 
     @staticmethod
     def named(name: str) -> Hardware:
@@ -65,11 +68,14 @@ class Hardware:
 
     @staticmethod
     def _from_dict(given: object, where: str) -> Hardware:
-        wanted = [f.name for f in fields(Hardware) if f.name != "name"]
-        if not isinstance(given, dict) or set(given) - {"name"} != set(wanted):
+        wanted = [f.name for f in fields(Hardware) if f.name not in ("name", "overlap")]
+        if not isinstance(given, dict) or set(given) - {"name", "overlap"} != set(wanted):
             raise ConfigError(
-                f"hardware file {where!r} must have exactly the fields {', '.join(wanted)} (and may have name)"
+                f"hardware file {where!r} must have exactly the fields {', '.join(wanted)} (and may have name, overlap)"
             )
+        overlap = given.get("overlap", True)
+        if not isinstance(overlap, bool):
+            raise ConfigError(f"hardware file {where!r}: overlap={overlap!r} must be true or false")
         for field in wanted:
             value = given[field]
             if isinstance(value, str):  # YAML 1.1 reads 1e12 as text
@@ -82,15 +88,17 @@ class Hardware:
                     f"hardware file {where!r}: {field}={given[field]!r} must be a number above 0"
                 )
             given[field] = int(value) if field == "tile_rows" else float(value)
-        return Hardware(name=str(given.get("name", Path(where).stem)), **{f: given[f] for f in wanted})
+        name = str(given.get("name", Path(where).stem))
+        return Hardware(name=name, overlap=overlap, **{f: given[f] for f in wanted})
 
 
 PRESETS = {
     # Reached rates: about 70 % of the data sheets' dense BF16, 85 % of memory, 85 % of NVLink, 90 % of one 400 Gbit/s card.
     "h200": Hardware("h200", 690e12, 4.1e12, 380e9, 45e9, 10.0, 64),
     "b200": Hardware("b200", 1570e12, 6.8e12, 750e9, 45e9, 10.0, 128),
-    # One core of a server and shared memory between processes.
-    "cpu": Hardware("cpu", 5e10, 1e10, 2e9, 1e9, 100.0, 1),
+    # One core of a server with bfloat16 in AVX-512, and shared memory between processes; what packing rows takes counts as latency.
+    # Fitted to traces of the demo model (docs/how-to-tune-placement.md).
+    "cpu": Hardware("cpu", 2.5e11, 2.2e10, 2e9, 1e9, 300.0, 1, overlap=False),
 }
 
 
@@ -188,7 +196,7 @@ class Cost:
         free. `counts_of`: with a dynamic split a dispatcher that does not exchange counts anyway (`one_sided`) adds an exchange of
         them, one number per expert; give the number of experts then, else 0.
         """
-        counts_us = self._counts_us(counts_of) if counts_of else 0.0
+        counts_us = self.counts_us(counts_of) if counts_of else 0.0
         return StepTime(
             compute_us_L=self.compute_us(rows_LNp).max(axis=-1),
             dispatch_us_L=self.travel_us(sent_LNN, self.model.row_bytes),
@@ -210,7 +218,7 @@ class Cost:
         memory_s = (
             (rows_xNp > 0).sum(axis=-1) * float(model.expert_bytes) + row_bytes
         ) / hardware.memory_bytes_s
-        return np.maximum(multiply_s, memory_s) * 1e6
+        return (np.maximum(multiply_s, memory_s) if hardware.overlap else multiply_s + memory_s) * 1e6
 
     def travel_us(self, sent_xNN: Array, row_bytes: int) -> Array:
         """float64 (...): until all rows from rank (next to last axis) to rank (last axis) have arrived."""
@@ -226,8 +234,8 @@ class Cost:
         latency_us = self.hardware.latency_us if self.cluster.num_ranks > 1 else 0.0
         return slowest * (row_bytes * 1e6) + latency_us
 
-    def _counts_us(self, num_experts: int) -> float:
-        """One exchange in which every rank tells every other its number of tokens for each expert."""
+    def counts_us(self, num_experts: int) -> float:
+        """Microseconds of one exchange in which every rank tells every other its number of tokens for each expert."""
         others = self.cluster.num_ranks - 1
         inside = min(self.cluster.ranks_per_node - 1, others)
         size = COUNT_BYTES * num_experts

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.errors import ConfigError
@@ -57,6 +56,8 @@ def _first_line(error: Exception) -> str:
 
 def read_sglang_pt(data: bytes) -> StoredPlacement | StoredLoads:
     """A dict as in `read_sglang`, of tensors, written by torch.save."""
+    import torch  # a front-end reads files too, and has no other use for it
+
     name = "sglang_pt"
     if data.startswith(ZIP_MAGIC):
         zip_names(data)
@@ -77,6 +78,8 @@ def read_sglang_pt(data: bytes) -> StoredPlacement | StoredLoads:
 
 def _plain(key: str, value: Any, name: str) -> Any:
     """A tensor as lists (the map) or as an array (the counts)."""
+    import torch
+
     if not isinstance(value, torch.Tensor):
         return value
     # A tensor may be larger than its storage.
@@ -98,6 +101,8 @@ def _plain(key: str, value: Any, name: str) -> Any:
 
 def write_sglang_pt(placement: ExpertPlacement, model: Model, _why: Sequence[str]) -> bytes:
     """For --init-expert-location: {"physical_to_logical_map": int64 [decoder layers, P]}."""
+    import torch
+
     file = io.BytesIO()
     torch.save(
         {"physical_to_logical_map": torch.tensor(sglang_map(placement, model), dtype=torch.int64)}, file

@@ -59,7 +59,7 @@ def read_placement(path: str | Path, model: Model, format_name: str | None = Non
 
 def read_file(path: str | Path, format_name: str | None = None) -> StoredPlacement | StoredLoads:
     """What a file says, not yet held against a model. Raises ConfigError that names the file."""
-    data = _read_bytes(Path(path))
+    data = read_bytes(Path(path))
     try:
         return parse(data, format_name)
     except ConfigError as error:
@@ -71,8 +71,15 @@ def parse(data: bytes, format_name: str | None = None) -> StoredPlacement | Stor
     try:
         return _parse(data, format_name)
     except ConfigError as error:
-        # It may quote the file, which may hold anything.
-        raise ConfigError("".join(c if c.isprintable() else "?" for c in str(error))) from error
+        raise _one_line(error) from error
+
+
+def parse_value(value: Any) -> StoredPlacement | StoredLoads:
+    """As `parse`, from the decoded content of a JSON file."""
+    try:
+        return _read_value(value, None)
+    except ConfigError as error:
+        raise _one_line(error) from error
 
 
 def _parse(data: bytes, format_name: str | None) -> StoredPlacement | StoredLoads:
@@ -86,7 +93,7 @@ def _parse(data: bytes, format_name: str | None) -> StoredPlacement | StoredLoad
         return _ARRAYS[name](data)
     if binary:
         raise ConfigError(f"is not a file of format {format_name}, but looks like {binary}")
-    return _parse_text(data, format_name)
+    return _read_value(_parse_json_or_yaml(data), format_name)
 
 
 def write_placement(
@@ -118,7 +125,8 @@ def write_placement(
     return name
 
 
-def _read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
+    """The content of a placement file. Raises ConfigError that names it."""
     try:
         if not path.is_file():
             raise ConfigError(f"{path}: is not a file" if path.exists() else f"{path}: there is no such file")
@@ -129,6 +137,11 @@ def _read_bytes(path: Path) -> bytes:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
+def _one_line(error: ConfigError) -> ConfigError:
+    """It may quote the file, which may hold anything."""
+    return ConfigError("".join(c if c.isprintable() else "?" for c in str(error)))
+
+
 def _binary_format(data: bytes) -> str:
     """The format of a file with arrays, told from its first bytes and, in a zip file, from what is in it; else nothing."""
     if data.startswith(format_arrays.ZIP_MAGIC):
@@ -137,8 +150,7 @@ def _binary_format(data: bytes) -> str:
     return "sglang_pt" if data.startswith(format_arrays.PICKLE_MAGIC) else ""
 
 
-def _parse_text(data: bytes, format_name: str | None) -> StoredPlacement | StoredLoads:
-    value = _parse_json_or_yaml(data)
+def _read_value(value: Any, format_name: str | None) -> StoredPlacement | StoredLoads:
     name = format_name or _text_format(value)
     if name == "sglang_json":
         if not isinstance(value, dict):

@@ -23,6 +23,8 @@ from moe_runtime.whole_file import whole_file
 PHASES = ("prefill", "decode")
 """The P axis. A token is `decode` if its sequence computes just it in a step and its prompt is done."""
 RECORD_VERSION = 1
+NO_PLACEMENT = -1
+"""In LoadRecord.placement_W: no single placement was in force in the window, or it has been forgotten."""
 META_FILE = "record.json"
 
 Array = npt.NDArray[Any]
@@ -58,7 +60,7 @@ class RecordMeta(msgspec.Struct, frozen=True, kw_only=True):
     started_at: str
     """ISO 8601, UTC."""
     placements: list[RankSlots]
-    """Those in force during the record, oldest first."""
+    """Those in force during the record, oldest first; the latest ones, if there were many."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class LoadRecord:
     end_time_W: Array
     """float64: unix time in seconds when the window's last step ended."""
     placement_W: Array
-    """int32: index into meta.placements of the placement in force."""
+    """int32: index into meta.placements of the placement in force, or NO_PLACEMENT."""
     counts_WPNLE: Array
     """int64: (token, k) pairs that tokens of source rank n sent to expert e."""
     tokens_WPN: Array

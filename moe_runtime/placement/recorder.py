@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moe_runtime.errors import ConfigError
-from moe_runtime.placement.record import PHASES
+from moe_runtime.placement.placement_log import PlacementLog
+from moe_runtime.placement.record import NO_PLACEMENT, PHASES
 from moe_runtime.placement.route_ring import RouteRing
 from moe_runtime.placement.windows import MAX_TOKENS, LoadWindows, WindowFigures
 
@@ -77,6 +78,9 @@ class LoadRecorder:
         self._ones = torch.ones(SCRATCH_IDS, dtype=torch.int32, device=device)
         self._counts_LPE = torch.zeros(num_layers, len(PHASES), num_experts, dtype=torch.int32, device=device)
         self._decode_LE = self._counts_LPE[:, DECODE]
+        self._log = PlacementLog(placement)
+        self._changing = False
+        """Whether each step may have a placement of its own."""
         routes_bytes = memory_bytes // 2 if routes_share else 0
         self.routes = RouteRing(num_layers, top_k, routes_bytes, routes_share)
         self.windows = self._make_windows(memory_bytes, memory_bytes - routes_bytes)
@@ -87,8 +91,6 @@ class LoadRecorder:
         self.recording = True
         self.live: LiveLoads | None = None
         """Is given the counts too, whether they are recorded or not."""
-        self.placements = [placement]
-        """Those in force since `start`, oldest first."""
         self._kept_rows: deque[tuple[int, int, list[int] | torch.Tensor]] = deque(maxlen=KEPT_ROWS)
         self._window = WindowFigures()
 
@@ -109,14 +111,19 @@ class LoadRecorder:
 
     @property
     def _working_bytes(self) -> int:
-        return self._ids.nbytes + self._ones.nbytes + self._counts_LPE.nbytes
+        return self._ids.nbytes + self._ones.nbytes + self._counts_LPE.nbytes + self._log.num_bytes
+
+    @property
+    def placements(self) -> list[RankSlots]:
+        """Those in force since `start` that are still known, oldest first."""
+        return self._log.slots()
 
     def start(self) -> None:
         """Forget what was recorded, and record."""
         self._settle(record=False)
         self.windows.clear()
         self._window = WindowFigures()
-        self.placements = self.placements[-1:]
+        self._log.forget_past()
         self.routes.clear()
         self.recording = True
 
@@ -130,7 +137,16 @@ class LoadRecorder:
         """Another placement is in force from the next step on; its windows are its own until windows are merged."""
         if self._window.num_steps:
             self._advance()
-        self.placements.append(slots)
+        self._log.note(slots, self.windows.placements)
+        self._changing = False
+
+    def unset_placement(self) -> None:
+        """Layers change one by one from the next step on, until `set_placement`: windows in between have no placement."""
+        if self._changing:
+            return
+        if self._window.num_steps:
+            self._advance()
+        self._changing = True
 
     def begin_step(self, parts: list[PartTokens]) -> None:
         """The tokens of the parts that will go through the layers, in that order in each layer."""
@@ -180,7 +196,14 @@ class LoadRecorder:
         """The record as `record.write_rank` wants it. Copies."""
         if self._window.num_steps:
             self._settle(record=True)
-        return self.windows.arrays(self._window, len(self.placements) - 1) | self.routes.arrays()
+        arrays = self.windows.arrays(self._window, self._placement)
+        arrays["placement_W"] = self._log.indices(arrays["placement_W"])
+        return arrays | self.routes.arrays()
+
+    @property
+    def _placement(self) -> int:
+        """Number of the placement that the open window's steps have."""
+        return NO_PLACEMENT if self._changing else self._log.current
 
     def _record(self, forward_us: int, wait_us: int, max_num_tokens: int) -> None:
         if self.recording and self._window.most_tokens + max_num_tokens > MAX_TOKENS:
@@ -250,7 +273,7 @@ class LoadRecorder:
     def _advance(self) -> None:
         """End the current window and begin the next."""
         self._settle(record=True)
-        self.windows.close(self._window, len(self.placements) - 1)
+        self.windows.close(self._window, self._placement)
         self._window = WindowFigures()
 
 

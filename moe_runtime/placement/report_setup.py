@@ -11,7 +11,7 @@ from moe_runtime.core import ExpertPlacement
 from moe_runtime.errors import ConfigError
 from moe_runtime.placement.cost import Cluster, Cost, Hardware, ModelCost
 from moe_runtime.placement.planner import plan
-from moe_runtime.placement.record import PHASES, LoadRecord
+from moe_runtime.placement.record import NO_PLACEMENT, PHASES, LoadRecord
 from moe_runtime.placement.report_stats import MIN_JUDGED_WINDOWS
 from moe_runtime.placement.report_steps import Judge, Judged, evenly_spread
 from moe_runtime.placement.report_views import replica_counts
@@ -96,7 +96,8 @@ def with_tokens(record: LoadRecord, phase: str) -> Array:
 
 
 def in_force(record: LoadRecord) -> ExpertPlacement:
-    index = int(record.placement_W[-1])
+    known = record.placement_W[record.placement_W != NO_PLACEMENT]
+    index = int(known[-1]) if len(known) else len(record.meta.placements) - 1
     slots = tuple(tuple(tuple(rank) for rank in layer) for layer in record.meta.placements[index])
     return ExpertPlacement(slots=slots, num_experts=record.meta.num_experts)
 

@@ -4,7 +4,8 @@ A step's modelled time is the sum of an even part and of losses:
 
     time = even + packing + drift + noise + padding + incast        (microseconds, summed over layers)
 
-* even: the mean rank's computing without tile padding, and traffic as if all pairs of ranks exchanged equally many rows;
+* even: the mean rank's computing without tile padding, traffic as if all pairs of ranks exchanged equally many rows, and telling counts
+  if the split asks for them;
 * imbalance: fullest rank - mean rank, of computing without tile padding. It is `packing` as far as it is there already for the mean
   load that the plan was made from, `drift` for what the mean load of the judged windows adds, `noise` for what single steps add;
 * padding: what whole tiles add to the fullest rank; incast: what uneven traffic adds to the slowest rank.
@@ -23,7 +24,7 @@ import numpy as np
 
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.placement.cost import Cost
-from moe_runtime.placement.simulate import Traffic, draw_step, route_layers
+from moe_runtime.placement.simulate import Traffic, draw_step, exchange_us, route_layers
 from moe_runtime.placement.split import Replicas
 from moe_runtime.placement.stored import Array
 
@@ -66,6 +67,7 @@ class Judge:
             Replicas.of(np.array(slots_Np), placement.num_experts) for slots_Np in placement.slots
         ]
         self.cost, self.split = cost, split
+        self.exchange_us = exchange_us(split, self.replicas_L, cost)
         self.untiled = replace(cost, hardware=replace(cost.hardware, tile_rows=1))
 
     def rows(self, counts_NLE: Array, seed: int = 0) -> Array:
@@ -120,7 +122,7 @@ class Judge:
         padded_us = float(tiled_LN.max(axis=1).sum())
         travel_us, even_travel_us = self._travel(sent_LNN), self._travel(self._even_traffic(sent_LNN))
         return (
-            mean_us + even_travel_us,
+            mean_us + even_travel_us + self.exchange_us,
             fullest_us - mean_us,
             padded_us - fullest_us,
             travel_us - even_travel_us,

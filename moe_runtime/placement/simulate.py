@@ -22,7 +22,7 @@ from moe_runtime.placement.cost import Cluster, Cost, Hardware, ModelCost, sent_
 from moe_runtime.placement.layout import check_redundant
 from moe_runtime.placement.planner import plan
 from moe_runtime.placement.record import PHASES, LoadRecord
-from moe_runtime.placement.split import Replicas, split_rows
+from moe_runtime.placement.split import BY_COUNTS, Replicas, split_rows
 from moe_runtime.placement.stored import Array
 
 STEPS_PER_WINDOW = 4
@@ -214,6 +214,13 @@ def route_layers(
     return np.stack(rows), np.stack(sent)
 
 
+def exchange_us(split: str, replicas_L: list[Replicas], cost: Cost) -> float:
+    """What telling counts takes in a step, in microseconds: only in layers with replicas, for a split that asks for them."""
+    if split not in BY_COUNTS:
+        return 0.0
+    return sum(cost.counts_us(len(r.count_E)) for r in replicas_L if len(r.shared_D))
+
+
 @dataclass(frozen=True)
 class _Steps:
     """Routes counts to slots, layer by layer."""
@@ -227,7 +234,8 @@ class _Steps:
         return route_layers(self.split, self.replicas_L, self.cost, counts_NLE, tokens_N, seed)
 
     def time_us(self, counts_NLE: Array, tokens_N: Array, seed: int) -> float:
-        return self.cost.step_time_us(*self.route(counts_NLE, tokens_N, seed))
+        step_us = self.cost.step_time_us(*self.route(counts_NLE, tokens_N, seed))
+        return step_us + exchange_us(self.split, self.replicas_L, self.cost)
 
 
 def draw_step(counts_NLE: Array, tokens_N: Array, num_steps: int, seed: Sequence[int]) -> tuple[Array, Array]:

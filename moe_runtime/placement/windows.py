@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from moe_runtime.placement.record import PHASES
+from moe_runtime.placement.record import NO_PLACEMENT, PHASES
 
 if TYPE_CHECKING:
     from moe_runtime.placement.record import Array
@@ -84,6 +84,11 @@ class LoadWindows:
         """In `_order`: the next pair to merge; how many pairs must be merged before windows become longer again."""
 
     @property
+    def placements(self) -> set[int]:
+        """Numbers that closed windows refer to."""
+        return set(self._figures["placement"][self._order].tolist())
+
+    @property
     def num_bytes(self) -> int:
         """What they take, however many steps come."""
         return int(self._counts.nbytes + self._figures.nbytes)
@@ -97,7 +102,7 @@ class LoadWindows:
             self._counts[self._open].add_(counts_LPE)
 
     def close(self, figures: WindowFigures, placement: int) -> None:
-        """The open window, to which counts were added, is complete. placement: see LoadRecord.placement_W."""
+        """The open window, to which counts were added, is complete. placement: number of that in force, or NO_PLACEMENT."""
         assert self._open is not None
         self._figures[self._open] = self._row(figures, placement)
         self._order.append(self._open)
@@ -145,6 +150,8 @@ class LoadWindows:
         second["first_step"] = first["first_step"]
         for name in ("num_steps", "tokens", "wait_us", "forward_us", "most_tokens"):
             second[name] += first[name]
+        if first["placement"] != second["placement"]:
+            second["placement"] = NO_PLACEMENT
         self._figures[into] = second
         self._position += 1
         return self._order.pop(self._position)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moe_runtime import SamplingParams
@@ -19,7 +20,8 @@ from moe_runtime.config import EngineConfig
 from moe_runtime.engine.async_llm import AsyncLLM
 from moe_runtime.engine.rebalance_request import Rebalanced
 from moe_runtime.errors import EngineDeadError
-from moe_runtime.placement.record import load_record
+from moe_runtime.placement.record import NO_PLACEMENT, load_record
+from moe_runtime.placement.split import Replicas, rank_rows, split_rows
 from tests.helpers.faulty_rank import FAULT_FILE, SLOW_S
 from tests.helpers.tiny_models import make_tiny
 
@@ -181,6 +183,59 @@ def test_requests_run_across_moves_and_nothing_changes(
             assert record.meta.placements[-1] == it.placement()
 
     run(main())
+
+
+def test_records_name_the_placement_that_each_step_had(tmp_path: Path, seed: int) -> None:
+    """Rows that the recorded counts and placements give are those that the ranks computed, as a trace tells, step by step."""
+    num_layers = 6
+    vocab = make_tiny("qwen3_moe", tmp_path, seed, num_hidden_layers=num_layers, num_experts=7).config.vocab_size
+
+    async def main() -> None:
+        async with bed(tmp_path, seed, 2, vocab, overlap="off", ep_dispatch_algorithm="static") as it:
+            await it.llm.start_expert_distribution_record()
+            await it.llm.start_profile(1000)
+            outcome, _ = await it.during(it.llm.rebalance(it.another(), timeout=60))
+            assert outcome.result == "applied"
+            await it.all()
+            events = json.loads((await it.llm.stop_profile(tmp_path / "trace.json")).file.read_text())["traceEvents"]
+            record = load_record((await it.llm.dump_expert_distribution_record(tmp_path / "record")).folder)
+        computed_SLN = traced_rows(events, num_layers)
+        assert len(computed_SLN) > 30
+        assert set(record.num_steps_W[: len(computed_SLN)].tolist()) == {1}
+        known = set()
+        for window, computed_LN in enumerate(computed_SLN):
+            index = int(record.placement_W[window])
+            if index == NO_PLACEMENT:
+                continue
+            known.add(index)
+            counts_NLE = record.counts_WPNLE[window].sum(axis=0)
+            for layer, slots in enumerate(record.meta.placements[index]):
+                replicas = Replicas.of(np.array(slots), 7)
+                rows_NEC = split_rows("static", counts_NLE[:, layer], replicas)
+                assert rank_rows(rows_NEC, replicas).tolist() == computed_LN[layer], (window, layer, index)
+        assert known >= {0, len(record.meta.placements) - 1}, "before the move and after it"
+        # Layers are copied one after the other, each in several steps: some steps have a map between two placements.
+        assert NO_PLACEMENT in record.placement_W[: len(computed_SLN)]
+
+    run(main())
+
+
+def traced_rows(events: list[dict[str, Any]], num_layers: int) -> list[list[list[int]]]:
+    """[step][layer][rank] -> rows that the rank's experts computed."""
+    by_rank = []
+    for rank in range(2):
+        steps: list[list[int]] = []
+        rows = [0] * num_layers
+        for event in events:
+            if event["pid"] != rank or event.get("tid") != 0 or event["ph"] != "X":
+                continue
+            if event["name"] == "experts":
+                rows[event["args"]["moe_layer"]] += event["args"]["rows"]
+            elif event["name"] == "step":
+                steps.append(rows)
+                rows = [0] * num_layers
+        by_rank.append(steps)
+    return [list(map(list, zip(*both, strict=True))) for both in zip(*by_rank, strict=True)]
 
 
 @pytest.mark.slow

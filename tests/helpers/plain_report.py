@@ -73,7 +73,8 @@ class Plain:
         )
         weights = sum(r > 0 for r in rows.values()) * self.meta.expert_bytes
         moved = sum(rows.values()) * (self.meta.row_bytes + self.meta.return_bytes)
-        return max(multiply, (weights + moved) / self.hardware.memory_bytes_s) * 1e6
+        both = multiply, (weights + moved) / self.hardware.memory_bytes_s
+        return (max(both) if self.hardware.overlap else sum(both)) * 1e6
 
     def node(self, rank: int) -> int:
         return rank // self.cluster.ranks_per_node

@@ -11,6 +11,7 @@ import torch
 
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.errors import ConfigError
+from moe_runtime.placement import planner
 from moe_runtime.placement.balancer import (
     Array,
     Costs,
@@ -201,3 +202,17 @@ def test_only_windows_that_all_ranks_have_count() -> None:
     assert joined.tolist() == [[[22, 22]], [[33, 33]]]
     assert join_windows([{1: window(1)}, {}]).shape == (0, 1, 2)
     assert join_windows([{}, {}]).shape[0] == 0
+
+
+def test_deepseek_s_algorithm_plans_whatever_it_moves(seed: int) -> None:
+    """EPLB's packing, in the slots that the current placement leaves where it can."""
+    draw = np.random.default_rng(seed)
+    seen = draw.integers(1, 1000, (8, 3, 8))
+    current = with_empty_slots(contiguous(3, 8, 2, 2), 1)
+    got = make_plan(Cluster.single(2), 10, 5, 0.01, "deepseek")(seen, current)
+    check_reachable(current, got)
+    wanted = planner.plan(seen, Cluster.single(2), num_slots=10, algorithm="deepseek").placement
+    for slots_N, wanted_N in zip(got.slots, wanted.slots, strict=True):
+        assert {frozenset(r) - {-1} for r in slots_N} == {frozenset(r) - {-1} for r in wanted_N}
+    with pytest.raises(ConfigError, match="11 slots of each layer cannot be shared evenly by 2 ranks"):
+        make_plan(Cluster.single(2), 11, 6, 0.01, "deepseek")

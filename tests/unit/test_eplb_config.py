@@ -53,9 +53,25 @@ def test_sglangs_spellings() -> None:
     assert "enable-eplb" not in UNSUPPORTED
 
 
+@pytest.mark.parametrize(("name", "ours"), [("auto", "ours"), ("ours", "ours"), ("deepseek", "deepseek")])
+def test_algorithms_by_the_names_of_sglang(name: str, ours: str) -> None:
+    assert settings("--eplb-algorithm", name) == EplbConfig(algorithm=ours)
+    assert settings("--eplb-config.algorithm", ours) == EplbConfig(algorithm=ours)
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek_hierarchical", "deepseek_vec", "deepseek_vec_hierarchical", "elasticity_aware"]
+)
+def test_algorithms_that_are_missing_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--eplb-algorithm {name} is not supported: .*use .*ours"):
+        settings("--eplb-algorithm", name)
+
+
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
+        (["--eplb-algorithm", "rebalance"], "unknown name 'rebalance'; allowed are auto, ours, deepseek"),
+        (["--eplb-algorithm", "deepseek", "--eplb-config.algorithm", "ours"], "they are one setting"),
         (["--eplb-config", "{"], "not JSON"),
         (["--eplb-config", "[1]"], "must be a JSON object"),
         (["--eplb-config", '{"windowsize": 1}'], "unknown field 'windowsize'; did you mean 'window_size'?"),

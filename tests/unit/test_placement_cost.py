@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,10 @@ def test_computing_is_the_larger_of_products_and_memory() -> None:
     # 5 rows pad to 8: 2 us of products; memory 3 us + 5 * 0.3 us. 400 rows: 100 us; 3 + 120 us. Two experts with a row: 6 + 0.6 us.
     us = cost.compute_us(np.array([[[5, 0], [0, 0]], [[400, 0], [1, 1]]]))
     assert us == pytest.approx(np.array([[4.5, 0.0], [123.0, 6.6]]))
+    # Without overlap the sum: 2 + 3 + 1.5; 100 + 123; 2 + 6.6.
+    in_turn = Cost(MODEL, replace(HARDWARE, overlap=False), Cluster.single(2))
+    us = in_turn.compute_us(np.array([[[5, 0], [0, 0]], [[400, 0], [1, 1]]]))
+    assert us == pytest.approx(np.array([[6.5, 0.0], [223.0, 8.6]]))
     flops_bound = Cost(ModelCost(100, 10, 3, 1, 1, 2), HARDWARE, Cluster.single(2))
     assert flops_bound.compute_us(np.array([[5, 0], [8, 8]])) == pytest.approx([2.0, 4.0])
 
@@ -99,7 +104,10 @@ def test_clusters_and_hardware_are_read(tmp_path: Path) -> None:
     text = "matmul_flops: 1e14\nmemory_bytes_s: 2.0e12\nlink_bytes_s: 1e11\ninternode_bytes_s: 1e10\nlatency_us: 8\ntile_rows: 16\n"
     file.write_text(text)
     assert Hardware.named(str(file)) == Hardware("mine", 1e14, 2e12, 1e11, 1e10, 8.0, 16)
+    file.write_text(text + "overlap: false\n")
+    assert not Hardware.named(str(file)).overlap
     for broken, message in (
+        (text + "overlap: 1\n", "overlap=1 must be true or false"),
         (text.replace("8", "0"), "latency_us=0 must be a number above 0"),
         (text.replace("latency_us", "latency"), "exactly the fields"),
         ("[1", "cannot be read"),

@@ -17,7 +17,9 @@ from moe_runtime.placement import recorder as recorder_module
 from moe_runtime.placement import windows
 from moe_runtime.placement.balancedness import BalanceWatch, balancedness
 from moe_runtime.placement.live_loads import NUM_WINDOWS, LiveLoads
+from moe_runtime.placement.placement_log import KEPT_PLACEMENTS
 from moe_runtime.placement.record import (
+    NO_PLACEMENT,
     PHASES,
     RANK_ARRAYS,
     RecordMeta,
@@ -34,8 +36,8 @@ PLACEMENT = [[[0, 1, 2, 3, 4]]] * L
 ROUTE_BYTES = 2 * L * K + 13
 
 
-WORKING = SCRATCH_IDS * (8 + 4) + 4 * 2 * L * E
-"""What counting takes: choices of int64, ones of int32, the counts of a window."""
+WORKING = SCRATCH_IDS * (8 + 4) + 4 * 2 * L * E + KEPT_PLACEMENTS * 2 * L * E
+"""What counting takes: choices of int64, ones of int32, the counts of a window; and what placements take."""
 
 
 def make(windows: int, share: float = 0.0, routes: int = 0) -> LoadRecorder:
@@ -114,7 +116,8 @@ def test_windows_hold_what_loops_count(num_steps: int, seed: int) -> None:
 
 @pytest.mark.slow
 def test_a_million_steps_take_no_more_memory() -> None:
-    memory = 50 * LoadWindows.bytes_per_window(1, 2) + SCRATCH_IDS * 12 + 4 * 2 * 2
+    working = SCRATCH_IDS * 12 + 4 * 2 * 2 + KEPT_PLACEMENTS * 2 * 2
+    memory = 50 * LoadWindows.bytes_per_window(1, 2) + working
     recorder = LoadRecorder(1, 2, 1, memory, torch.device("cpu"), [[[0, 1]]])
     part, ids = [PartTokens(1)], torch.ones(1, 1).long()
     before = recorder.num_bytes
@@ -216,7 +219,8 @@ def test_live_counts_go_their_own_way(seed: int) -> None:
 
 
 def test_memory_is_what_was_given(seed: int) -> None:
-    recorder = LoadRecorder(58, 256, 8, 64 << 20, torch.device("cpu"), [[[0]]] * 58, 0.5)
+    placement = [[list(range(40 * rank, 40 * rank + 40)) for rank in range(8)]] * 58
+    recorder = LoadRecorder(58, 256, 8, 64 << 20, torch.device("cpu"), placement, 0.5)
     assert recorder.num_bytes <= 64 << 20
     with pytest.raises(ConfigError, match="expert_load_memory_mib to 1 at least"):
         LoadRecorder(58, 256, 8, 1000, torch.device("cpu"), [[[0]]] * 58)
@@ -243,6 +247,82 @@ def test_start_stop_and_placements(seed: int) -> None:
     recorder.start()
     assert recorder.placements == [other]
     assert len(recorder.arrays()["num_steps_W"]) == 0
+
+
+def test_windows_keep_their_placement_or_say_that_it_is_unknown(seed: int) -> None:
+    """After each of many changes: a window's placement is the one that all its steps had, else NO_PLACEMENT; the latest are known."""
+    draw = random.Random(seed)
+    recorder = make(windows=8)
+    of_steps: list[int] = []
+    """For each step the number of its placement, -1 while layers change one by one."""
+    number = 0
+    for _ in range(5 * KEPT_PLACEMENTS):
+        if draw.random() < 0.5:
+            recorder.unset_placement()
+            for _ in range(draw.randrange(3)):
+                recorder.unset_placement()
+                Step(draw, 1).play(recorder)
+                of_steps.append(-1)
+        number += 1
+        recorder.set_placement(numbered(number))
+        for _ in range(draw.randrange(4)):
+            Step(draw, 1).play(recorder)
+            of_steps.append(number)
+        arrays = recorder.arrays()
+        kept = recorder.placements
+        assert len(kept) <= KEPT_PLACEMENTS
+        assert kept[-1] == numbered(number)
+        known = set()
+        windows_W = zip(
+            arrays["first_step_W"].tolist(), arrays["num_steps_W"].tolist(), arrays["placement_W"].tolist(), strict=True
+        )  # fmt: skip
+        for first, steps, index in windows_W:
+            inside = set(of_steps[first : first + steps])
+            if index == NO_PLACEMENT:
+                # Windows are fewer than placements kept, so none that a window needs is forgotten.
+                assert len(inside) > 1 or inside == {-1}
+            else:
+                assert {kept[index] == numbered(n) for n in inside} == {True}
+                known |= inside
+        assert (number in known) == (of_steps[-1:] == [number])
+    recorder.start()
+    assert recorder.placements == [numbered(number)]
+
+
+def numbered(number: int) -> list[list[list[int]]]:
+    """The number in base E, a digit in each layer; a placement like any other to the recorder."""
+    return [[[number // E**layer % E] * E] for layer in range(L)]
+
+
+def test_placements_take_no_more_memory_however_often_they_change(seed: int) -> None:
+    """With more windows than placements are kept: those of the oldest windows are forgotten, the counts are not."""
+    draw = random.Random(seed)
+    recorder = make(windows=4 * KEPT_PLACEMENTS)
+    before, total = recorder.num_bytes, np.zeros((2, L, E), dtype=np.int64)
+    for number in range(1, 3 * KEPT_PLACEMENTS):
+        recorder.set_placement(numbered(number))
+        step = Step(draw, 1)
+        step.play(recorder)
+        total += step.counts()
+    assert recorder.num_bytes == before
+    arrays = recorder.arrays()
+    kept = [numbered(n) for n in range(2 * KEPT_PLACEMENTS, 3 * KEPT_PLACEMENTS)]
+    assert recorder.placements == kept
+    forgotten = 2 * KEPT_PLACEMENTS - 1
+    assert arrays["placement_W"].tolist() == [NO_PLACEMENT] * forgotten + list(range(KEPT_PLACEMENTS))
+    assert (arrays["counts_WPLE"].sum(axis=0) == total).all()
+
+
+def test_a_placement_that_is_put_back_is_the_same(seed: int) -> None:
+    """As after a move that was given up."""
+    draw = random.Random(seed)
+    recorder = make(windows=64)
+    for change in (recorder.unset_placement, lambda: recorder.set_placement(PLACEMENT), None):
+        Step(draw, 1).play(recorder)
+        if change is not None:
+            change()
+    assert recorder.placements == [PLACEMENT]
+    assert recorder.arrays()["placement_W"].tolist() == [0, NO_PLACEMENT, 0]
 
 
 def test_routes_are_those_of_the_latest_tokens(seed: int) -> None:

@@ -25,10 +25,11 @@ from moe_runtime.placement.simulate import (
     pareto,
     ratio_estimate,
     replay,
+    route_layers,
     simulate,
     traffic_of,
 )
-from moe_runtime.placement.split import SPLITS
+from moe_runtime.placement.split import SPLITS, Replicas
 from moe_runtime.tools.pareto_svg import pareto_svg
 from moe_runtime.tools.plan_simulate import as_json, cluster_for, table
 from tests.helpers.placements import random_placement
@@ -87,6 +88,23 @@ def test_no_row_is_lost(split: str, seed: int) -> None:
             assert by_expert.tolist() == traffic.counts_WNLE[w, :, layer].sum(axis=0).tolist()
     assert np.isfinite(got.step_us_W).all()
     assert (got.step_us_W > 0).all()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_telling_counts_is_charged_where_there_are_replicas(split: str, seed: int) -> None:
+    """Experts 0 to 4 on two ranks; expert 0 has a second copy in the second of three layers."""
+    drawn = random_traffic(seed, 4, 2, 3, 5)
+    traffic = Traffic(drawn.counts_WNLE, drawn.tokens_WN, np.ones(4, dtype=np.int64))
+    alone, copied = ((0, 1, 2), (3, 4, -1)), ((0, 1, 2), (3, 4, 0))
+    placement = ExpertPlacement(slots=(alone, copied, alone), num_experts=5)
+    model = cost(2)
+    replicas_L = [Replicas.of(np.array(layer), 5) for layer in placement.slots]
+    got = replay(traffic, placement, model, split)
+    for w in range(4):
+        routed = route_layers(split, replicas_L, model, traffic.counts_WNLE[w], traffic.tokens_WN[w], w)
+        # 7 us of latency, and 5 counts of 4 bytes at 1 byte per us.
+        extra = 0 if split in ("static", "random") else 7 + 20
+        assert got.step_us_W[w] == pytest.approx(model.step_time_us(*routed) + extra)
 
 
 def test_the_static_split_is_the_engine_s(seed: int) -> None:
