@@ -11,7 +11,7 @@ Legend: T tokens, K experts per token, S = T * K pairs, N ranks, E experts, p sl
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 
 from moe_runtime.core import DispatchPlan, LayerPlacement, Routing
 from moe_runtime.dispatch.base import plan_dispatch
+from moe_runtime.placement.run_time_split import split_of
 from moe_runtime.placement.split import Replicas, split_rows
 
 if TYPE_CHECKING:
@@ -44,13 +45,6 @@ def choose_randomly(
     which_TK = hashed_TK % (copies_TKX >= 0).sum(dim=2).clamp(min=1)
     slot_TK = copies_TKX.gather(2, which_TK[..., None]).squeeze(2)
     return replace(plan, global_slot_TK=torch.where(routing.topk_ids_TK >= 0, slot_TK, -1))
-
-
-WEIGHT_ROWS = 32
-"""Rows per expert below which a CPU core spends more time on reading the expert's weights than on computing with them, roughly:
-bytes of a weight x operations a second / (2 x bytes a second); 17 for float32 on AVX-512, 75 for bfloat16 on AMX."""
-WORTH_ASKING = 64
-"""Tokens on the fullest rank below which telling counts takes a CPU longer than a better split saves (bench_replicas.py)."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +75,6 @@ class ChooseByCounts:
         quota_EC = split_rows(split_of(counts_NE), counts_NE, replicas)[rank]
         slot_S = deal(id_S, replicas.slot_EC, quota_EC)
         return replace(plan, global_slot_TK=torch.from_numpy(slot_S).view(routing.topk_ids_TK.shape))
-
-
-def split_of(counts_NE: npt.NDArray[np.integer[Any]]) -> str:
-    """The method of placement.split that `dynamic` uses for these counts."""
-    active = np.count_nonzero(counts_NE.sum(axis=0))
-    return "one_replica" if counts_NE.sum() < WEIGHT_ROWS * active else "waterfill"
 
 
 def deal(id_S: IntArray, copies_EC: IntArray, quota_EC: IntArray) -> IntArray:

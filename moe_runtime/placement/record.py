@@ -19,10 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_runtime.errors import ConfigError
+from moe_runtime.placement.run_time_split import RUN_TIME_SPLITS
 
 PHASES = ("prefill", "decode")
 """The P axis. A token is `decode` if its sequence computes just it in a step and its prompt is done."""
 RECORD_VERSION = 1
+"""Raised when older readers would misunderstand a record. Fields that are added have defaults and do not raise it: older records are
+read with those, and older readers leave the new fields out."""
 META_FILE = "record.json"
 
 Array = npt.NDArray[Any]
@@ -59,6 +62,13 @@ class RecordMeta(msgspec.Struct, frozen=True, kw_only=True):
     """ISO 8601, UTC."""
     placements: list[RankSlots]
     """Those in force during the record, oldest first."""
+    split: str = ""
+    """How ranks chose among copies, of `run_time_split.RUN_TIME_SPLITS`; empty if the record does not say."""
+
+
+def split_of_record(meta: RecordMeta) -> str:
+    """How ranks chose among copies; waterfill for records that do not say."""
+    return meta.split or "waterfill"
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,12 @@ class LoadRecord:
         loads_WLE: Array = self.counts_WPNLE.sum(axis=(1, 2))
         return loads_WLE
 
+    @property
+    def route_window_t(self) -> Array:
+        """int64 (t,): the window in which each kept token was computed; -1 if it was before all of them."""
+        window_t: Array = np.searchsorted(self.first_step_W, self.routes.step_t, side="right") - 1
+        return window_t
+
 
 _SHARED = {"first_step_W", "num_steps_W", "end_time_W", "placement_W"}
 _OF_RANK = {"counts_WPLE", "tokens_WP", "wait_us_W", "forward_us_W"}
@@ -148,6 +164,10 @@ def load_record(folder: Path) -> LoadRecord:
     if meta.version != RECORD_VERSION:
         raise ConfigError(
             f"record {str(folder)!r} has version {meta.version}; this program reads version {RECORD_VERSION}"
+        )
+    if meta.split not in ("", *RUN_TIME_SPLITS):
+        raise ConfigError(
+            f"record {str(folder)!r}: split {meta.split!r} must be one of {', '.join(RUN_TIME_SPLITS)}"
         )
     parts = [_read_rank(folder, rank, meta) for rank in range(meta.num_ranks)]
     # Ranks may have kept different numbers of windows: what all of them have counts.

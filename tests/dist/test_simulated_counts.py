@@ -23,8 +23,9 @@ from moe_runtime.models.registry import load_spec
 from moe_runtime.placement.formats import write_placement
 from moe_runtime.placement.layout import layer_placement
 from moe_runtime.placement.record import load_record, write_meta, write_rank
-from moe_runtime.placement.simulate import replay, traffic_of
+from moe_runtime.placement.simulate import replay
 from moe_runtime.placement.stored import Model
+from moe_runtime.placement.traffic import traffic_of
 from tests.helpers.placements import random_placement
 from tests.helpers.records import write_random_record
 from tests.helpers.real_server import RealServer

@@ -1,35 +1,60 @@
-"""A report's numbers once more, from the raw arrays with plain loops, by the definitions of docs/placement-report.md. Static split only.
+"""A report's numbers once more, from a record's own files with plain loops, by the definitions of docs/placement-report.md.
 
-Nothing of moe_runtime.placement.report* is used here.
+Nothing of moe_runtime.placement is used here but the split, whose every result is checked first: `plain_split`.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_runtime.placement.cost import Cluster, Hardware
-from moe_runtime.placement.record import LoadRecord
+from tests.helpers.plain_split import Rows, by_static, by_waterfill
+
+if TYPE_CHECKING:
+    from moe_runtime.placement.cost import Cluster, Hardware
 
 Slots = list[list[list[int]]]
+PHASES = {"prefill": [0], "decode": [1], "all": [0, 1]}
+
+
+def read_raw(folder: Path) -> Any:
+    """A record's arrays by the names of LoadRecord, from json and npz."""
+    meta = json.loads((folder / "record.json").read_text())
+    parts = [dict(np.load(folder / f"rank{rank}.npz")) for rank in range(meta["num_ranks"])]
+    return SimpleNamespace(
+        meta=SimpleNamespace(**meta), first_step_W=parts[0]["first_step_W"], num_steps_W=parts[0]["num_steps_W"],
+        end_time_W=parts[0]["end_time_W"], counts_WPNLE=np.stack([p["counts_WPLE"] for p in parts], axis=2),
+        tokens_WPN=np.stack([p["tokens_WP"] for p in parts], axis=2), wait_us_WN=np.stack([p["wait_us_W"] for p in parts], axis=1),
+        forward_us_WN=np.stack([p["forward_us_W"] for p in parts], axis=1),
+        routes=[
+            (rank, int(step), int(phase), ids.tolist())
+            for rank, p in enumerate(parts)
+            for step, phase, ids in zip(p["routes_step_t"], p["routes_phase_t"], p["routes_topk_ids_tLK"], strict=True)
+        ],
+    )  # fmt: skip
 
 
 class Plain:
     def __init__(
-        self, record: LoadRecord, hardware: Hardware, cluster: Cluster, windows: list[int], steps: int
-    ) -> None:
-        """windows: those judged; steps: most drawn from each."""
+        self, record: Any, hardware: Hardware, cluster: Cluster, windows: list[int], steps: int, split: str, phase: str
+    ) -> None:  # fmt: skip
+        """record: of read_raw. windows: those judged; steps: most drawn from each. All windows have tokens of the phase."""
         self.record, self.meta, self.hardware, self.cluster = record, record.meta, hardware, cluster
-        self.windows, self.steps = windows, steps
+        self.windows, self.steps, self.split, self.phases = windows, steps, split, PHASES[phase]
         self.half = len(record.num_steps_W) // 2
         self.ranks = range(record.meta.num_ranks)
         self.layers = range(record.meta.num_layers)
+        self._placed: dict[Any, Rows] = {}
 
     def count(self, w: int) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs [rank][layer][expert] and tokens [rank] of a window, phases together."""
-        return self.record.counts_WPNLE[w].sum(axis=0), self.record.tokens_WPN[w].sum(axis=0)
+        """Pairs [rank][layer][expert] and tokens [rank] of a window, the phases that count together."""
+        record = self.record
+        return record.counts_WPNLE[w][self.phases].sum(axis=0), record.tokens_WPN[w][self.phases].sum(axis=0)
 
     def draw(self, w: int, i: int) -> tuple[np.ndarray, np.ndarray]:
         counts, tokens = self.count(w)
@@ -39,8 +64,41 @@ class Plain:
         rng = np.random.default_rng((0, w - self.half, i))
         return rng.binomial(counts, 1 / num), rng.binomial(tokens, 1 / num)
 
+    def routes_of(self, w: int) -> list[list[list[list[int]]]]:
+        """By source rank: [token][layer] -> experts, of those with at least 32 tokens or all of them; others have none."""
+        firsts = self.record.first_step_W.tolist()
+        end = firsts[w + 1] if w + 1 < len(firsts) else math.inf
+        found: list[list[Any]] = [[] for _ in self.ranks]
+        for rank, step, phase, ids in self.record.routes:
+            if firsts[w] <= step < end and phase in self.phases:
+                found[rank].append(ids)
+        tokens = self.count(w)[1].tolist()
+        return [f if len(f) >= min(32, t) else [] for f, t in zip(found, tokens, strict=True)]
+
+    def weights(self, w: int, i: int, tokens: np.ndarray) -> list[list[float]]:
+        """By source and kept token: how many of the step's tokens it stands for."""
+        routes, num = self.routes_of(w), int(self.record.num_steps_W[w])
+        if num == 1:
+            return [[t / max(len(r), 1)] * len(r) for r, t in zip(routes, tokens.tolist(), strict=True)]
+        rng = np.random.default_rng((0, w - self.half, i, 1))
+        return [
+            rng.multinomial(t, [1 / len(r)] * len(r)).tolist() if r else []
+            for r, t in zip(routes, tokens.tolist(), strict=True)
+        ]
+
+    def place(self, slots: Slots, layer: int, counts: np.ndarray) -> Rows:
+        """[source][expert] -> {rank: rows}."""
+        ours = counts[:, layer]
+        key = (json.dumps(slots[layer]), ours.tobytes())
+        if key not in self._placed:
+            if self.split == "static":
+                self._placed[key] = by_static(slots[layer], ours)
+            else:
+                self._placed[key] = by_waterfill(slots[layer], ours, self.cluster.ranks_per_node)
+        return self._placed[key]
+
     def target(self, slots: Slots, layer: int, source: int, expert: int) -> int:
-        """The rank that a source's tokens for an expert go to."""
+        """The rank that a source's tokens for an expert go to, by the static split."""
         where = [n for n in self.ranks if expert in slots[layer][n]]
         return source if source in where else where[source % len(where)]
 
@@ -48,22 +106,36 @@ class Plain:
         """[layer][rank] -> {expert: rows}."""
         rows: list[list[dict[int, float]]] = [[{} for _ in self.ranks] for _ in self.layers]
         for layer in self.layers:
-            for source in self.ranks:
-                for expert, pairs in enumerate(counts[source][layer].tolist()):
-                    of_rank = rows[layer][self.target(slots, layer, source, expert)]
-                    of_rank[expert] = of_rank.get(expert, 0) + pairs
+            for of_source in self.place(slots, layer, counts):
+                for expert, of_expert in enumerate(of_source):
+                    for rank, pairs in of_expert.items():
+                        of_rank = rows[layer][rank]
+                        of_rank[expert] = of_rank.get(expert, 0) + pairs
         return rows
 
-    def sent(self, slots: Slots, counts: np.ndarray, tokens: np.ndarray, layer: int) -> np.ndarray:
+    def sent(
+        self, slots: Slots, counts: np.ndarray, tokens: np.ndarray, layer: int, w: int, i: int
+    ) -> np.ndarray:
         """Token rows from rank to rank, each token once."""
+        placed, routes = self.place(slots, layer, counts), self.routes_of(w)
+        weights = self.weights(w, i, tokens)
         sent = np.zeros((len(self.ranks),) * 2)
         for a in self.ranks:
             for b in self.ranks:
-                missed = 1.0
-                for expert, pairs in enumerate(counts[a][layer].tolist()):
-                    if self.target(slots, layer, a, expert) == b:
-                        missed *= 1 - min(pairs / max(int(tokens[a]), 1), 1.0)
-                sent[a, b] = (1 - missed) * tokens[a]
+                if not routes[a]:
+                    missed = 1.0
+                    for of_expert in placed[a]:
+                        missed *= 1 - min(of_expert.get(b, 0) / max(int(tokens[a]), 1), 1.0)
+                    sent[a, b] = (1 - missed) * tokens[a]
+                for ids, weight in zip(routes[a], weights[a], strict=True):
+                    missed = 1.0
+                    for expert in ids[layer]:
+                        pairs = int(counts[a][layer][expert])
+                        if pairs:
+                            missed *= 1 - placed[a][expert].get(b, 0) / pairs
+                        else:
+                            missed *= self.target(slots, layer, a, expert) != b
+                    sent[a, b] += weight * (1 - missed)
         return sent
 
     def compute_us(self, rows: dict[int, float], tile: int) -> float:
@@ -105,7 +177,8 @@ class Plain:
                 result[pair] = sum(sent[p] for p in link) / len(link)
         return result
 
-    def step(self, slots: Slots, counts: np.ndarray, tokens: np.ndarray) -> dict[str, Any]:
+    def step(self, slots: Slots, w: int, i: int) -> dict[str, Any]:
+        counts, tokens = self.draw(w, i)
         num = len(self.ranks)
         got: dict[str, Any] = {
             "even": 0.0,
@@ -120,7 +193,7 @@ class Plain:
         for layer in self.layers:
             tiled = [self.compute_us(rows[layer][n], self.hardware.tile_rows) for n in self.ranks]
             plain = [self.compute_us(rows[layer][n], 1) for n in self.ranks]
-            sent = self.sent(slots, counts, tokens, layer)
+            sent = self.sent(slots, counts, tokens, layer, w, i)
             there, back = self.meta.row_bytes, self.meta.return_bytes
             travel = self.travel_us(sent, there) + self.travel_us(sent.T, back)
             level = self.travel_us(self.even(sent), there) + self.travel_us(self.even(sent).T, back)
@@ -143,10 +216,7 @@ class Plain:
     def judge(self, slots: Slots) -> dict[str, Any]:
         """Means over steps, then over windows; `times` by window."""
         by_window = [
-            [
-                self.step(slots, *self.draw(w, i))
-                for i in range(min(int(self.record.num_steps_W[w]), self.steps))
-            ]
+            [self.step(slots, w, i) for i in range(min(int(self.record.num_steps_W[w]), self.steps))]
             for w in self.windows
         ]
 
@@ -195,13 +265,7 @@ class Plain:
 
     def gain_interval(self, before: list[float], after: list[float]) -> tuple[float, float, float]:
         """Moving blocks of ceil(cube root of W) windows; 5 and 95 % of 1000 draws."""
-        num = len(before)
-        length = next(b for b in range(1, num + 1) if b**3 >= num)
-        firsts = np.random.default_rng(0).integers(num - length + 1, size=(1000, -(-num // length)))
-        gains = []
-        for row in firsts.tolist():
-            chosen = [first + i for first in row for i in range(length)][:num]
-            gains.append(1 - sum(after[c] for c in chosen) / sum(before[c] for c in chosen))
+        gains = [1 - sum(after[c] for c in row) / sum(before[c] for c in row) for row in _blocks(len(before))]
         return 1 - sum(after) / sum(before), _quantile(gains, 0.05), _quantile(gains, 0.95)
 
     def mean_interval(self, times: list[float]) -> tuple[float, float, float]:
@@ -210,32 +274,94 @@ class Plain:
         means = [sum(times[c] for c in row) / len(row) for row in chosen]
         return sum(times) / len(times), _quantile(means, 0.05), _quantile(means, 0.95)
 
-    def similarity(self) -> list[float]:
-        """By lag from 1."""
-        deviations = []
-        for w in range(len(self.record.num_steps_W)):
-            counts = self.count(w)[0].sum(axis=0)
-            deviations.append([x / (sum(row) / len(row)) - 1 for row in counts.tolist() for x in row])
+    def deviations(self) -> list[list[float]]:
+        """Loads relative to the mean, less 1, of groups of equally many neighbouring windows: at most 256 groups."""
+        size = math.ceil(len(self.record.num_steps_W) / 256)
         result = []
-        for lag in range(1, len(deviations) // 2 + 1):
-            pairs = list(zip(deviations, deviations[lag:], strict=False))
-            result.append(
-                sum(sum(a * b for a, b in zip(x, y, strict=True)) / len(x) for x, y in pairs) / len(pairs)
-            )
+        for first in range(0, len(self.record.num_steps_W) - size + 1, size):
+            counts = sum(self.count(w)[0].sum(axis=0) for w in range(first, first + size))
+            rows = np.asarray(counts).tolist()
+            result.append([x / (sum(row) / len(row)) - 1 for row in rows for x in row])
         return result
 
+    def similarity(self) -> list[float]:
+        """By lag from 1."""
+        deviations = self.deviations()
+        return [_mean(self._products(deviations, lag)) for lag in range(1, len(deviations) // 2 + 1)]
+
+    def _products(self, deviations: list[list[float]], lag: int) -> list[float]:
+        return [
+            sum(a * b for a, b in zip(x, y, strict=True)) / len(x)
+            for x, y in zip(deviations, deviations[lag:], strict=False)
+        ]
+
+    def lasting(self) -> bool:
+        """Whether the 5 % quantile of the mean product of neighbours, drawn in blocks, is above 0."""
+        products = self._products(self.deviations(), 1)
+        return _quantile([_mean([products[c] for c in row]) for row in _blocks(len(products))], 0.05) > 0
+
+    def half_life(self) -> float | None:
+        """In groups of windows: where the line through the similarities first meets half of the first one."""
+        if not self.lasting():
+            return None
+        similarity = self.similarity()
+        for lag in range(1, len(similarity)):
+            high, low = similarity[lag - 1], similarity[lag]
+            if low <= similarity[0] / 2:
+                return lag + (high - similarity[0] / 2) / (high - low)
+        return None
+
+    def clusters(self) -> list[tuple[int, list[int], float, int]]:
+        """Layer, experts, lift and pairs of each group chosen together above chance."""
+        found = []
+        for layer in self.layers:
+            together: dict[tuple[int, int], int] = {}
+            chosen: dict[int, int] = {}
+            for _, _, _, ids in self.record.routes:
+                experts = {e for e in ids[layer] if e >= 0}
+                for a in experts:
+                    chosen[a] = chosen.get(a, 0) + 1
+                    for b in experts - {a}:
+                        together[a, b] = together.get((a, b), 0) + 1
+            scale = sum(together.values()) / sum(
+                chosen[a] * chosen[b] for a in chosen for b in chosen if a != b
+            )
+            strong = {}
+            for (a, b), seen in together.items():
+                chance = chosen[a] * chosen[b] * scale
+                strong[a, b] = seen >= 1.5 * chance and seen - chance >= 4 * math.sqrt(chance) + 5
+            group = {e: e for e in chosen}
+            for _ in chosen:  # the lowest number spreads along strong pairs
+                for (a, b), linked in strong.items():
+                    if linked:
+                        group[a] = group[b] = min(group[a], group[b])
+            for name in sorted(set(group.values())):
+                experts = {e for e in group if group[e] == name}
+                if len(experts) > 1:
+                    seen = sum(n for (a, b), n in together.items() if a in experts and b in experts)
+                    chance = sum(chosen[a] * chosen[b] * scale for a in experts for b in experts if a != b)
+                    found.append((layer, sorted(experts), seen / chance, seen // 2))
+        return found
+
     def ranks_per_token(self, slots: Slots) -> float:
-        routes, total = self.record.routes, 0
-        for t in range(len(routes.rank_t)):
+        """Of at most 4096 tokens, evenly spread."""
+        routes = self.record.routes[:: math.ceil(len(self.record.routes) / 4096)]
+        total = 0
+        for rank, _, _, ids in routes:
             for layer in self.layers:
-                total += len(
-                    {
-                        self.target(slots, layer, int(routes.rank_t[t]), e)
-                        for e in routes.topk_ids_tLK[t, layer].tolist()
-                        if e >= 0
-                    }
-                )
-        return total / (len(routes.rank_t) * len(self.layers))
+                total += len({self.target(slots, layer, rank, e) for e in ids[layer] if e >= 0})
+        return total / (len(routes) * len(self.layers))
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _blocks(num: int) -> list[list[int]]:
+    """1000 draws of moving blocks of ceil(cube root of the number) neighbours."""
+    length = next(b for b in range(1, num + 1) if b**3 >= num)
+    firsts = np.random.default_rng(0).integers(num - length + 1, size=(1000, -(-num // length)))
+    return [[first + i for first in row for i in range(length)][:num] for row in firsts.tolist()]
 
 
 def _quantile(values: list[float], share: float) -> float:

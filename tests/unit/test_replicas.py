@@ -9,7 +9,8 @@ import torch
 from moe_runtime.core import Routing
 from moe_runtime.dispatch.base import plan_dispatch
 from moe_runtime.placement.layout import contiguous, layer_placement
-from moe_runtime.replicas import WEIGHT_ROWS, choose_randomly, deal, split_of
+from moe_runtime.placement.run_time_split import WEIGHT_ROWS, split_of
+from moe_runtime.replicas import choose_randomly, deal
 
 
 def test_pairs_are_dealt_in_order(seed: int) -> None:

@@ -16,19 +16,9 @@ from moe_runtime.errors import ConfigError
 from moe_runtime.placement.cost import Cluster, Cost, Hardware, ModelCost
 from moe_runtime.placement.layout import contiguous, layer_placement
 from moe_runtime.placement.record import load_record
-from moe_runtime.placement.simulate import (
-    STEPS_PER_WINDOW,
-    Setting,
-    Traffic,
-    deal,
-    draw_step,
-    pareto,
-    ratio_estimate,
-    replay,
-    simulate,
-    traffic_of,
-)
-from moe_runtime.placement.split import SPLITS
+from moe_runtime.placement.run_time_split import ALL_SPLITS
+from moe_runtime.placement.simulate import STEPS_PER_WINDOW, Setting, pareto, ratio_estimate, replay, simulate
+from moe_runtime.placement.traffic import Traffic, deal, draw_step, traffic_of
 from moe_runtime.tools.pareto_svg import pareto_svg
 from moe_runtime.tools.plan_simulate import as_json, cluster_for, table
 from tests.helpers.placements import random_placement
@@ -67,7 +57,7 @@ def test_one_step_by_hand() -> None:
     assert got.step_us_W.tolist() == [pytest.approx(2400 / 3 + 5 * 20 + 5 * 40 + 14)]
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", ALL_SPLITS)
 def test_no_row_is_lost(split: str, seed: int) -> None:
     draw = np.random.default_rng(seed)
     num_experts, num_ranks = int(draw.integers(3, 9)), int(draw.integers(2, 5))
