@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.planner_judge import Imbalance, batches_of, even_bound, even_loads, judge, ranks_per_token
-from benchmarks.planner_routing import KINDS, Trace, make_trace, read_trace, splits_of_time
+from benchmarks.planner_routing import KINDS, ORDERS, Trace, make_trace, read_trace, splits_of_time
 from moe_runtime.placement import deepseek
 from moe_runtime.placement.cost import Cluster
 from moe_runtime.placement.planner import plan
@@ -39,6 +39,12 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", type=Path, help="npz of recorded routes")
+    parser.add_argument(
+        "--order",
+        choices=ORDERS,
+        default="recorded",
+        help="of the trace's tokens: what is past, what is judged",
+    )
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="traces to make")
     parser.add_argument("--ep", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--spare", type=int, nargs="+", default=[1, 2], help="spare slots a rank")
@@ -246,7 +252,7 @@ def main() -> None:
     args = build_parser().parse_args()
     torch.set_num_threads(1)
     traces = (
-        {args.trace.name: read_trace(args.trace)}
+        {args.trace.name: read_trace(args.trace, args.order)}
         if args.trace
         else {
             kind: make_trace(kind, num_tokens=12000, num_layers=8, num_experts=64, top_k=6, seed=args.seed)

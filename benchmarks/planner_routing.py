@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 KINDS = ("zipf", "lognormal", "drifting", "clustered")
+ORDERS = ("recorded", "halves_swapped", "prompts_in_turn")
 TOKENS_PER_PROMPT = 96
 
 
@@ -61,10 +62,17 @@ def count(topk_ids_tLK: Array, num_experts: int) -> Array:
     return np.bincount(flat, minlength=num_layers * num_experts).reshape(num_layers, num_experts)
 
 
-def read_trace(path: Path) -> Trace:
-    """An npz with `topk_ids` (tokens, layers, experts per token)."""
+def read_trace(path: Path, order: str = "recorded") -> Trace:
+    """An npz with `topk_ids` (tokens, layers, experts per token), for `prompts_in_turn` also `prompt_id` (tokens,).
+
+    Other orders make other pasts and futures: the second half before the first; prompts with even numbers before those with odd.
+    """
     with np.load(path, allow_pickle=False) as file:
         ids = file["topk_ids"]
+        if order == "halves_swapped":
+            ids = np.roll(ids, len(ids) // 2, axis=0)
+        elif order == "prompts_in_turn":
+            ids = ids[np.argsort(file["prompt_id"] % 2, kind="stable")]
     return Trace(ids, int(ids.max()) + 1)
 
 

@@ -16,10 +16,12 @@ from moe_runtime.attention.deterministic import DeterministicAttention
 from moe_runtime.attention.kv_cache import cache_dtype
 from moe_runtime.attention.reference import ReferenceAttention
 from moe_runtime.attention.triton_paged import TritonPagedAttention
+from moe_runtime.config import AUTO
 from moe_runtime.errors import BackendUnavailable
 from moe_runtime.experts import deterministic, router, triton_router
 from moe_runtime.experts.base import ExpertNeed
 from moe_runtime.experts.cpu import CpuExperts
+from moe_runtime.experts.cpu_native import NativeExperts
 from moe_runtime.experts.deterministic import DeterministicExperts
 from moe_runtime.experts.reference import ReferenceExperts
 from moe_runtime.experts.triton_grouped import TritonExperts
@@ -27,6 +29,7 @@ from moe_runtime.layers.deterministic_ops import DeterministicOps
 from moe_runtime.layers.invariant import Workers
 from moe_runtime.layers.ops import TORCH_OPS
 from moe_runtime.layers.triton_ops import TritonOps
+from moe_runtime.native.build import Native, load_native
 from moe_runtime.triton_support.availability import triton_problem
 
 if TYPE_CHECKING:
@@ -106,7 +109,14 @@ def make_experts(
 ) -> tuple[ExpertKernel, Choice]:
     """How the local experts are computed."""
     need = ExpertNeed(topology.device.type, dtype, spec.activation, spec.expert_scheme)
+    wanted = (
+        topology.device.type == "cpu"
+        and config.moe_backend in (AUTO, "cpu_native")
+        and not config.deterministic
+    )
+    native = load_native(config.cpu_kernels) if wanted else Native(None, "", "was not asked for")
     kernels: dict[str, ExpertKernel] = {
+        "cpu_native": NativeExperts(native),
         "cpu": CpuExperts(),
         "deterministic": DeterministicExperts(DeterministicOps(Workers(torch.get_num_threads()))),
         "triton": TritonExperts(topology.device, config.deterministic, log=topology.rank == 0),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_runtime.errors import ConfigError
@@ -112,9 +113,11 @@ class EngineConfig(_Checked):
     step_timeout: float = _field(300.0, "parallel", "Seconds after which a silent rank counts as lost",
                                  aliases=("distributed-timeout-seconds", "dist-timeout"), low=1)
 
-    moe_backend: str = _field(AUTO, "kernels", "How experts are computed", aliases=("moe-runner-backend",), choices=(AUTO, "reference", "cpu", "triton", "deterministic"))
+    moe_backend: str = _field(AUTO, "kernels", "How experts are computed", aliases=("moe-runner-backend",), choices=(AUTO, "reference", "cpu", "cpu_native", "triton", "deterministic"))
     attention_backend: str = _field(AUTO, "kernels", "How attention is computed", choices=(AUTO, "reference", "cpu", "triton", "deterministic"))
     layer_backend: str = _field(AUTO, "kernels", "How norms, dense products and activations are computed", choices=(AUTO, "torch", "triton", "deterministic"))
+    cpu_kernels: str = _field(AUTO, "kernels", "Instruction set for which the C++ kernels of CPUs are built, on first use; auto: the best that the CPU has;"
+                              " off: do without them", choices=(AUTO, "off", "avx512_bf16", "avx512", "avx2", "portable"))
     deterministic: bool = _field(False, "kernels", "Give a request the same logprobs, bit for bit, whatever runs beside it and on however many ranks; slower",
                                  aliases=("enable-deterministic-inference",))
 
@@ -205,6 +208,13 @@ def with_environment(config: ServerConfig) -> ServerConfig:
     """The settings that the environment fills where the command line left them out."""
     key = os.environ.get("MOE_RUNTIME_API_KEY")
     return replace(config, api_key=key) if key and config.api_key is None else config
+
+
+def user_cache_folder() -> Path:
+    """Where built things are kept: the user's XDG cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification says that a relative path there is to be ignored.
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moe-runtime"
 
 
 def replace(config: C, **changes: Any) -> C:

@@ -322,10 +322,12 @@ class ExpertBatch:
     row_index_S: torch.Tensor
     """int64: expert row -> row of tokens_RD. Rows of a slot are contiguous, by (source rank, token)."""
     num_rows_p: torch.Tensor
-    """int64 on the tokens' device: expert rows of each local slot; sums to S."""
+    """int64 on the tokens' device: expert rows of each local slot; sums to S, or to less where num_rows is None."""
     handle: Any = None
     """The dispatcher's own state, needed by its combine."""
     scales: RowScales | None = None
+    num_rows: int | None = None
+    """The sum of num_rows_p, where the host knows it without asking a device."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -71,11 +71,11 @@ class ExpertWatch(Protocol):
     """Is told which experts are chosen, and how many rows are computed here; layer by layer."""
 
     def count(self, topk_ids_TK: torch.Tensor) -> None:
-        """The choice for the tokens of a pass: int64 expert ids, -1 for none."""
+        """The choice for the tokens of a pass: int64 expert ids."""
         ...
 
-    def computed(self, num_rows_p: torch.Tensor) -> None:
-        """Expert rows of each local slot, int64; once for each part of a pass."""
+    def computed(self, num_rows: int | torch.Tensor) -> None:
+        """Expert rows computed here, or int64 (p,) those of each local slot; once for each part of a pass."""
         ...
 
 
@@ -170,7 +170,7 @@ class ExpertParallelPass:
             y_SD = self._kernel(batch, self._weights)
             self._timeline.lap(EXPERTS, moe_layer=part.moe_layer, rows=y_SD.shape[0])
             if self._recorder is not None:
-                self._recorder.computed(batch.num_rows_p)
+                self._recorder.computed(batch.num_rows_p if batch.num_rows is None else batch.num_rows)
             part.returned = self._dispatcher.combine(y_SD, batch, part.plan)
             self._left(part, "combine")
 

@@ -110,6 +110,7 @@ class CollectiveDispatcher:
         self.traffic.rounds += 1
         self.traffic.rows_sent += sum(outgoing.rows_N) - outgoing.rows_N[plan.rank]
         self.traffic.bytes_sent += (sum(sent_N) - sent_N[plan.rank]) * records.shape[1]
+        self.traffic.bytes_local += sent_N[plan.rank] * records.shape[1]
         self.traffic.bytes_between_hosts += sum(sent_N[n] for n in self._distant) * records.shape[1]
 
         def finish() -> ExpertBatch:
@@ -137,6 +138,7 @@ class CollectiveDispatcher:
         self.traffic.rounds += 1
         self.traffic.rows_returned += returned
         self.traffic.bytes_returned += returned * received.shape[1]
+        self.traffic.bytes_local += sent_N[plan.rank] * received.shape[1]
         self.traffic.bytes_between_hosts += sum(sent_N[n] for n in self._distant) * received.shape[1]
 
         def finish() -> torch.Tensor:
@@ -181,6 +183,8 @@ class CollectiveDispatcher:
             row_index_S=torch.from_numpy(incoming.row_index_S).to(x_TD.device),
             num_rows_p=torch.from_numpy(incoming.rows_p).to(x_TD.device),
             handle=_Handle(outgoing, incoming, rows_N, own),
+            # On a GPU None, as in the short steps that are planned on the device: a step has both kinds if its halves differ.
+            num_rows=len(incoming.row_index_S) if x_TD.device.type == "cpu" else None,
         )
 
 

@@ -68,6 +68,7 @@ class FixedExchange:
         self.traffic.dispatches += 1
         self.traffic.rows_sent += (N - 1) * C
         self.traffic.bytes_sent += (N - 1) * blocks.shape[1]
+        self.traffic.bytes_local += blocks.shape[1]
         self.traffic.bytes_between_hosts += self.num_distant * blocks.shape[1]
 
         def finish() -> ExpertBatch:
@@ -96,6 +97,7 @@ class FixedExchange:
         self.traffic.combines += 1
         self.traffic.rows_returned += (N - 1) * per_block
         self.traffic.bytes_returned += (N - 1) * received.shape[1]
+        self.traffic.bytes_local += received.shape[1]
         self.traffic.bytes_between_hosts += self.num_distant * received.shape[1]
 
         def finish() -> torch.Tensor:
@@ -118,6 +120,7 @@ class FixedExchange:
             row_index_S=row_S + block_S * (rows_per_block - C),
             num_rows_p=grouping.num_rows_p,
             handle=FixedHandle(grouping.position_TK, weights),
+            num_rows=row_S.shape[0] if row_S.device.type == "cpu" else None,
         )
 
 

@@ -43,12 +43,14 @@ class LocalDispatcher:
         grouping = self.group(plan.global_slot_TK, plan.slots_per_rank)
         pair_S = grouping.expert_rows()
         self.traffic.dispatches += 1
+        self.traffic.bytes_local += x_TD.nbytes
         return Done(
             ExpertBatch(
                 tokens_RD=x_TD,
                 row_index_S=torch.div(pair_S, plan.global_slot_TK.shape[1], rounding_mode="floor"),
                 num_rows_p=grouping.num_rows_p,
                 handle=grouping,
+                num_rows=pair_S.shape[0] if pair_S.device.type == "cpu" else None,
             )
         )
 
@@ -58,6 +60,7 @@ class LocalDispatcher:
         rows = batch.row_index_S
         all_present = rows.device.type == "cpu" and rows.shape[0] == plan.global_slot_TK.numel()
         self.traffic.combines += 1
+        self.traffic.bytes_local += y_SD.nbytes
         return Done(sum_in_k_order(y_SD, grouping.position_TK, plan.topk_weights_TK, all_present=all_present))
 
     def check(self) -> None:

@@ -151,6 +151,7 @@ class OneSidedDispatcher:
                 row_index_S=torch.from_numpy(incoming.row_index_S),
                 num_rows_p=torch.from_numpy(incoming.rows_p),
                 handle=_Handle(outgoing, incoming, rows_N, own),
+                num_rows=len(incoming.row_index_S),
             )
 
         return Deferred(finish)

@@ -58,6 +58,8 @@ class Traffic:
     """Headers and counts to other ranks."""
     bytes_between_hosts: int = 0
     """The part of bytes_sent and bytes_returned that went to ranks of other hosts."""
+    bytes_local: int = 0
+    """What bytes_sent and bytes_returned would have more if rows for this rank's own experts travelled like the others."""
 
     @property
     def bytes_within_host(self) -> int:

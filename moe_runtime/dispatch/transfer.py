@@ -46,6 +46,8 @@ class Transfer:
         self._rows_N, self._starts = rows_N, starts(rows_N)
         self._row_bytes, self._slot_bytes = call.row_elements * call.element_bytes, 4 * call.topk
         self._rows, self._index_M = byte_rows(x), index_M
+        if call.kind != SHARE:
+            traffic.bytes_local += rows_N[mail.rank] * (self._row_bytes + self._slot_bytes)
         self._gathered: memoryview | None = None
         if index_M.size * self._row_bytes <= FEW_BYTES:
             self._gathered = _flat_bytes(self._rows.take(index_M, axis=0))

@@ -304,7 +304,8 @@ class AsyncLLM:
     async def stop_profile(self, file: str | Path | None = None) -> ProfileResult:
         """End the trace, unless its steps are over, and write it for https://ui.perfetto.dev: all ranks in one file.
 
-        By default a new file in `trace_dir`. Raises RequestError if no trace was started, CapacityError if it cannot be written.
+        By default a new file in `trace_dir`. Raises RequestError if no trace was started, CapacityError if it cannot be written
+        (then it is kept, and may be asked for again).
         """
         if self._profile is None:
             raise RequestError("no trace was started; call start_profile first", None)
@@ -312,7 +313,6 @@ class AsyncLLM:
         if not profile.done():
             self._client.end_profile()
         spans = {told.rank: told.spans for told in await profile}
-        self._profile = None
         if file is None:
             file = Path(self.config.trace_dir) / f"trace-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}.json"
         file = Path(file).resolve()
@@ -323,6 +323,8 @@ class AsyncLLM:
             await asyncio.to_thread(write_trace, file, joined_events(spans, distant))
         except OSError as error:
             raise CapacityError(f"the trace cannot be written: {file}: {error.strerror}") from error
+        if self._profile is profile:
+            self._profile = None
         return ProfileResult(file, summary)
 
     async def drain(self, timeout: float) -> bool:

@@ -100,6 +100,8 @@ class Agreement:
     """Changes of it that every rank has staged."""
     move_failure: tuple[int, int] | None = None
     """A rank that cannot go on with it, and why."""
+    min_tick: int = 0
+    """Number of the last front-end message that all have seen."""
 
 
 class Control:
@@ -131,6 +133,7 @@ class Control:
             max_num_tokens=max(h.num_tokens for h in headers),
             any_work=any(h.has_work for h in headers),
             max_tick=max(ticks),
+            min_tick=min(ticks),
             same_tick=min(ticks) == max(ticks),
             stop=all(h.stop for h in headers),
             graph_ok=all(h.graph_ok for h in headers),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
     from moe_runtime.engine.scheduler import Scheduler
     from moe_runtime.profiling.timeline import Span
 
-IDLE_MOVE_S = 0.002
-"""Between two headers while experts move and no rank has tokens."""
+IDLE_S = 0.002
+"""Between two headers while experts move or a record is written, and no rank has tokens."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class Engine:
     stats: RankStats = field(default_factory=RankStats)
     arrivals: dict[str, float] = field(default_factory=dict)
     """When those came that no step has had yet, by request id and time.perf_counter()."""
+    together: deque[tuple[int, RecordLoads | Profile]] = field(default_factory=deque)
+    """Commands that all ranks must carry out before the same step, with the number of the message they came in."""
     times: StepTimes | None = None
     """This rank's, of the last step, until they have been told in a header."""
 
@@ -71,23 +74,27 @@ class Engine:
         """Step until all ranks were told to stop. Raises LockstepError if a peer is lost."""
         while True:
             self.handle(self.link.drain())
+            if (written := self.records.written()) is not None:
+                self.link.send(written)
             plan = self.scheduler.schedule()
             agreed = self.control.exchange(self._header(plan))
             if agreed.last_times is not None:
                 self.overlap.observe(agreed.last_times)
             if agreed.stop:
                 return
+            self._carry_out(agreed.min_tick)
             if self.rebalancer is not None:
                 self._rebalance(self.rebalancer, agreed)
             if agreed.max_num_tokens > 0:
                 self.step(plan, agreed)
-            elif not agreed.any_work and agreed.same_tick:
+            elif not agreed.any_work and agreed.same_tick and not self.records.busy:
+                # All ranks begin to write a record together, and tell that they are at it from the next header on.
                 # Idle: nothing happens on any rank before the front-end speaks to all of them.
                 self.handle(self.link.wait())
             else:
                 self.handle(self.link.wait_until(agreed.max_tick))
-                if self.rebalancer is not None and self.rebalancer.busy:
-                    time.sleep(IDLE_MOVE_S)
+                if self._busy_beside:
+                    time.sleep(IDLE_S)
 
     def step(self, plan: StepPlan, agreed: Agreement) -> None:
         """Compute the plan with the other ranks, sample, and report."""
@@ -144,10 +151,8 @@ class Engine:
                         # The front-end sends it to ranks that can.
                         assert self.rebalancer is not None
                         self.rebalancer.request(command)
-                    case Profile():
-                        self._profile(command)
-                    case RecordLoads():
-                        self.link.send(self.records.carry_out(command))
+                    case Profile() | RecordLoads():
+                        self.together.append((tick.number, command))
             if tick.commands:
                 self._report([])
 
@@ -163,6 +168,20 @@ class Engine:
             self.link.send(news)
         if rebalancer.take_changed():
             self._report([])
+
+    @property
+    def _busy_beside(self) -> bool:
+        """Whether something goes on that is looked after between steps, also when there are none."""
+        return self.records.busy or (self.rebalancer is not None and self.rebalancer.busy)
+
+    def _carry_out(self, min_tick: int) -> None:
+        """Commands that all ranks have seen, so that records and traces have the same steps on all of them."""
+        while self.together and self.together[0][0] <= min_tick:
+            _, command = self.together.popleft()
+            if isinstance(command, Profile):
+                self._profile(command)
+            elif (answer := self.records.carry_out(command)) is not None:
+                self.link.send(answer)
 
     def _profile(self, command: Profile) -> None:
         if not command.num_steps:
@@ -213,7 +232,7 @@ class Engine:
             num_tokens=plan.num_tokens,
             first_tokens=half(plan),
             graph_ok=int(self.runner.graphs is not None and self.runner.graphs.fits(plan)),
-            has_work=int(self.scheduler.has_work or (rebalancer is not None and rebalancer.busy)),
+            has_work=int(self.scheduler.has_work or self._busy_beside),
             last_tick=self.link.last_tick,
             stop=int(self.stopping),
             prefill=int(any(not item.is_decode for item in plan.scheduled)),
@@ -238,6 +257,7 @@ class Engine:
         if self.rebalancer is not None:
             stats.eplb = self.rebalancer.stats
         traffic = self.runner.moe.dispatcher.traffic
+        stats.bytes_local = traffic.bytes_local
         stats.bytes_within_host = traffic.bytes_within_host
         stats.bytes_between_hosts = traffic.bytes_between_hosts
         stats.dispatch_rounds = traffic.rounds

@@ -133,7 +133,7 @@ class KeptCounts:
     """What the experts did in the last replay: tensors that a recorded step writes anew each time. An ExpertWatch."""
 
     ids: list[torch.Tensor] = field(default_factory=list)
-    rows: list[torch.Tensor] = field(default_factory=list)
+    rows: list[int | torch.Tensor] = field(default_factory=list)
 
     def clear(self) -> None:
         """Before the step's function runs."""
@@ -144,16 +144,16 @@ class KeptCounts:
         """See ExpertWatch."""
         self.ids.append(topk_ids_TK)
 
-    def computed(self, num_rows_p: torch.Tensor) -> None:
+    def computed(self, num_rows: int | torch.Tensor) -> None:
         """See ExpertWatch."""
-        self.rows.append(num_rows_p)
+        self.rows.append(num_rows)
 
     def tell(self, watch: ExpertWatch, num_tokens: int) -> None:
         """Without padding, which is all that comes after the first num_tokens."""
         for topk_ids_TK in self.ids:
             watch.count(topk_ids_TK[:num_tokens])
-        for num_rows_p in self.rows:
-            watch.computed(num_rows_p)
+        for num_rows in self.rows:
+            watch.computed(num_rows)
 
 
 class StepGraph:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import platform
+import threading
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from moe_runtime.dispatch.fp8_payload import row_bytes
@@ -21,10 +24,42 @@ if TYPE_CHECKING:
     from moe_runtime.config import EngineConfig
     from moe_runtime.engine.messages import RecordLoads
     from moe_runtime.models.spec import ModelSpec
+    from moe_runtime.placement.record import Array
     from moe_runtime.placement.recorder import LoadRecorder
     from moe_runtime.topology import Topology
 
 NEWS_INTERVAL_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class _Writing:
+    """A record on its way to disk, on a thread of its own: a slow disk must not hold up the steps of all ranks."""
+
+    def __init__(self, rank: int, command: RecordLoads, arrays: dict[str, Array], meta: RecordMeta) -> None:
+        """`meta` is written by rank 0."""
+        num_steps = arrays["num_steps_W"]
+        self.answer = Recorded(rank, command.request, len(num_steps), int(num_steps.sum()))
+        self._folder, self._arrays, self._meta = Path(command.folder), arrays, meta
+        self._thread = threading.Thread(target=self._run, name="record-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        rank = self.answer.rank
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_rank(self._folder, rank, self._arrays)
+            if rank == 0:
+                write_meta(self._folder, self._meta)
+        except OSError as problem:
+            self.answer.error = f"{self._folder}: {problem.strerror or problem}"
+        except Exception as problem:
+            logger.exception("writing a record failed")
+            self.answer.error = f"{self._folder}: {problem!r}"
 
 
 @dataclass
@@ -37,40 +72,43 @@ class LoadRecords:
     _started_at: str = ""
     _last_news: float = 0.0
     _steps_since: int = 0
+    _writing: _Writing | None = None
 
     def __post_init__(self) -> None:
         self._started_at = _now()
 
-    def carry_out(self, command: RecordLoads) -> Recorded:
-        """Start, stop or write. What goes wrong with files is part of the answer, and no reason for the rank to end."""
-        error = ""
+    def carry_out(self, command: RecordLoads) -> Recorded | None:
+        """Start, stop, or begin to write: then the answer comes from `written`. What goes wrong is part of the answer."""
         match command.action:
             case "start":
                 self.recorder.start()
                 self._started_at = _now()
             case "stop":
                 self.recorder.stop()
+            case "dump" if self.busy:
+                return Recorded(self.rank, command.request, error="another record is still being written")
             case "dump":
-                try:
-                    return self._dump(Path(command.folder), command)
-                except OSError as problem:
-                    error = f"{command.folder}: {problem.strerror or problem}"
-        return Recorded(self.rank, command.request, error=error)
+                meta = msgspec.structs.replace(
+                    self.what,
+                    model=command.model,
+                    started_at=self._started_at,
+                    placements=list(self.recorder.placements),
+                )
+                self._writing = _Writing(self.rank, command, self.recorder.arrays(), meta)
+                return None
+        return Recorded(self.rank, command.request)
 
-    def _dump(self, folder: Path, command: RecordLoads) -> Recorded:
-        folder.mkdir(parents=True, exist_ok=True)
-        arrays = self.recorder.arrays()
-        write_rank(folder, self.rank, arrays)
-        if self.rank == 0:
-            fields = {name: getattr(self.what, name) for name in self.what.__struct_fields__}
-            fields |= {
-                "model": command.model,
-                "started_at": self._started_at,
-                "placements": self.recorder.placements,
-            }
-            write_meta(folder, RecordMeta(**fields))
-        num_steps = arrays["num_steps_W"]
-        return Recorded(self.rank, command.request, len(num_steps), int(num_steps.sum()))
+    @property
+    def busy(self) -> bool:
+        """Whether a record is being written, or its answer is still here."""
+        return self._writing is not None
+
+    def written(self) -> Recorded | None:
+        """The answer to a command to write, once that has been done."""
+        if self._writing is None or not self._writing.done:
+            return None
+        answer, self._writing = self._writing.answer, None
+        return answer
 
     def news(self) -> LoadNews | None:
         """After each step: what the front-end should hear now, if anything."""

@@ -200,8 +200,10 @@ class RankStats(msgspec.Struct):
     """Waited for other ranks' rows."""
     forward_us: int = 0
     """Spent in forward passes."""
+    bytes_local: int = 0
+    """Of rows that the dispatcher kept, since their experts are this rank's own."""
     bytes_within_host: int = 0
-    """Of rows and the words beside them that the dispatcher sent to other ranks of this host."""
+    """Of rows and the words beside them that it sent to other ranks of this host."""
     bytes_between_hosts: int = 0
     """Likewise, to ranks of other hosts."""
     dispatch_rounds: int = 0

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from moe_runtime.models.spec import ModelSpec
     from moe_runtime.moe import ExpertParallelMoe
     from moe_runtime.placement.recorder import LoadRecorder
+    from moe_runtime.placement.route_ring import RouteRing
     from moe_runtime.profiling.trace import StepTrace
     from moe_runtime.topology import Topology
 
@@ -71,16 +72,25 @@ def build_batch(plan: StepPlan, block_size: int, max_num_tokens: int, device: to
     )
 
 
-def part_tokens(plan: StepPlan, recorder: LoadRecorder) -> PartTokens:
-    """What the recorder must know of the tokens of `plan`, in the order of `build_batch`."""
+def part_tokens(plan: StepPlan, routes: RouteRing, prefill: bool) -> PartTokens:
+    """What the recorder must know of the tokens of `plan`, in the order of `build_batch`.
+
+    prefill: whether some token, perhaps another rank's, is one of a prompt.
+    """
     decode: list[int] = []
     sampled: list[tuple[int, int, int]] = []
-    for item in plan.scheduled:
-        number = recorder.routes.request_number(item.sequence.request_id)
-        if number is not None:
-            sampled.append((len(decode), item.num_new_tokens, number))
-        decode += [int(item.is_decode)] * item.num_new_tokens
-    return PartTokens(torch.tensor(decode, dtype=torch.int64), tuple(sampled))
+    if prefill:
+        for item in plan.scheduled:
+            decode += [int(item.is_decode)] * item.num_new_tokens
+    if routes.keeps_any:
+        first = 0
+        for item in plan.scheduled:
+            number = routes.request_number(item.sequence.request_id)
+            if number is not None:
+                sampled.append((first, item.num_new_tokens, number))
+            first += item.num_new_tokens
+    decode_T = torch.tensor(decode, dtype=torch.int64) if prefill else None
+    return PartTokens(plan.num_tokens, decode_T, tuple(sampled))
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,7 @@ class ModelRunner:
         if agreed.graph_ok:
             assert self.graphs is not None
             batch = build_batch(plan, self.block_size, agreed.max_num_tokens, torch.device("cpu"))
-            self.recorder.begin_step([part_tokens(plan, self.recorder)])
+            self.recorder.begin_step([part_tokens(plan, self.recorder.routes, agreed.prefill)])
             logits = self.graphs.replay(batch, self.recorder)
         else:
             logits = self._launch(plan, agreed, way)
@@ -124,7 +134,7 @@ class ModelRunner:
             wait_us=timeline.totals_ns[WAIT] // 1000,
             experts_us=timeline.totals_ns[EXPERTS] // 1000,
         )
-        self.recorder.end_step(times.forward_us, times.wait_us, agreed.prefill)
+        self.recorder.end_step(times.forward_us, times.wait_us, agreed.prefill, agreed.max_num_tokens)
         return logits, times
 
     def check(self) -> None:
@@ -136,7 +146,8 @@ class ModelRunner:
         if way is Way.TWO_BATCHES:
             pieces = list(zip(split(plan, half(plan)), agreed.max_halves, strict=True))
         parts = [self._prepare(part, limit) for part, limit in pieces]
-        self.recorder.begin_step([part_tokens(part, self.recorder) for part, _ in pieces])
+        routes = self.recorder.routes
+        self.recorder.begin_step([part_tokens(part, routes, agreed.prefill) for part, _ in pieces])
         moe = replace(self.moe, chunks=2) if way is Way.CHUNKS else self.moe
         return self.decoder(parts, self.attention, moe)
 

@@ -17,11 +17,10 @@ from moe_runtime.placement.cost import Cluster
 from moe_runtime.placement.packing import strides
 
 Array = npt.NDArray[Any]
-WEIGHTS_WITH_SPARES, WEIGHTS_ALONE = (0.001, 0.003), (0.003, 0.01, 0.02)
-"""Balance weights, one stage after the other: first gather, then level what that upset. Spare replicas level besides."""
 SWEEPS = 4
 NODE_WEIGHT = 4.0
 """What a node's worth of distance costs beside a rank's: links between nodes are several times slower."""
+ALL_RINGS = 1 << 30
 
 
 def gather(
@@ -30,27 +29,25 @@ def gather(
     movable_LNp: Array,
     coactivation_LEE: Array,
     cluster: Cluster,
-    weights: tuple[float, ...],
+    weight: float,
 ) -> None:
     """Exchange movable replicas so that co-activated experts share ranks and loads stay level; changes slots_LNp.
 
-    coactivation_LEE: how often two experts are chosen by one token, any unit, symmetric; the diagonal does not count.
+    coactivation_LEE: from `scaled`. weight: of balance.
     """
-    together = _scaled(coactivation_LEE)
     num_ranks = slots_LNp.shape[1]
     share_LEV = np.ascontiguousarray(share_VLE.transpose(1, 2, 0))
     node_N = np.arange(num_ranks) // cluster.ranks_per_node
     movable_LNp = movable_LNp.copy()
-    for weight in weights:
-        for _ in range(SWEEPS):
-            some = False
-            for a_P, b_P in tournament(num_ranks):
-                some |= _meet(slots_LNp, share_LEV, movable_LNp, together, node_N, a_P, b_P, weight)
-            if not some:
-                break
+    for _ in range(SWEEPS):
+        some = False
+        for a_P, b_P in tournament(num_ranks):
+            some |= _meet(slots_LNp, share_LEV, movable_LNp, coactivation_LEE, node_N, a_P, b_P, weight)
+        if not some:
+            return
 
 
-def _scaled(coactivation_LEE: Array) -> Array:
+def scaled(coactivation_LEE: Array) -> Array:
     """float32 with a zero diagonal, so scaled that a token's choices have a mean of 1 per expert."""
     together = coactivation_LEE.astype(np.float64) * (1.0 - np.eye(coactivation_LEE.shape[1]))
     mean_L11 = together.sum(axis=2, keepdims=True).mean(axis=1, keepdims=True)
@@ -127,17 +124,18 @@ def _has(slots: Array, experts: Array) -> Array:
     return (experts[..., :, None] == slots[..., None, :]).any(axis=-1)
 
 
-def add_spares(held_LNE: Array, room_LN: Array, load_LE: Array, coactivation_LEE: Array, most: int) -> None:
-    """Fill the ranks' free slots with replicas from the neighbour on a ring, the hottest and most akin to what the rank holds.
+def add_spares(held_LNE: Array, room_LN: Array, load_LE: Array, coactivation_LEE: Array, rings: int) -> None:
+    """Fill the ranks' free slots: hot experts, more akin to what the rank holds than to what they share their home with.
 
-    As in `packing`, sharing along rings lets load flow between all ranks. An expert whose share is more than half a rank's load may
-    come from any rank. Changes held_LNE and room_LN.
+    The first `rings` of each rank come from the neighbour on a ring: as in `packing`, sharing along rings lets load flow between all
+    ranks. Others, and experts whose share is more than half a rank's load, may come from any rank. Changes held_LNE and room_LN.
     """
-    together = _scaled(coactivation_LEE)
+    together = coactivation_LEE  # from `scaled`
     rows = np.arange(len(held_LNE))
     alive = np.flatnonzero(room_LN.any(axis=0) | held_LNE.any(axis=(0, 2)))
     half_L1 = load_LE.sum(axis=1, keepdims=True) / len(alive) / 2
     count_LE = held_LNE.sum(axis=1)
+    home_LE = 1.0 + (np.matmul(held_LNE.astype(np.float32), together) * held_LNE).sum(axis=1) / count_LE
     steps = strides(len(alive))
     for turn in range(held_LNE.shape[2]):
         if not (room_LN > 0).any():
@@ -145,10 +143,10 @@ def add_spares(held_LNE: Array, room_LN: Array, load_LE: Array, coactivation_LEE
         for at, rank in enumerate(alive):
             neighbour = alive[(at + steps[turn % len(steps)]) % len(alive)]
             share_LE = load_LE / count_LE
-            near_LE = held_LNE[:, neighbour] | (share_LE > half_L1) | (turn >= len(steps))
-            fits_LE = near_LE & ~held_LNE[:, rank] & (count_LE < most)
-            akin_LE = np.matmul(together, held_LNE[:, rank, :, None].astype(np.float32))[:, :, 0]
-            score_LE = np.where(fits_LE, share_LE * (1.0 + akin_LE), -1.0)
+            near_LE = held_LNE[:, neighbour] | (share_LE > half_L1) | (turn >= min(rings, len(steps)))
+            fits_LE = near_LE & ~held_LNE[:, rank] & (count_LE < len(alive))
+            akin_LE = 1.0 + np.matmul(together, held_LNE[:, rank, :, None].astype(np.float32))[:, :, 0]
+            score_LE = np.where(fits_LE, share_LE * (akin_LE / home_LE) ** 2, -1.0)
             expert_L = score_LE.argmax(axis=1)
             layers = rows[(room_LN[:, rank] > 0) & (score_LE[rows, expert_L] >= 0)]
             held_LNE[layers, rank, expert_L[layers]] = True

@@ -10,27 +10,51 @@ from __future__ import annotations
 
 import math
 
-LEVELLING_PASSES = 6
+PASSES = 6
 
 
 def share_out(
-    base: list[int], loads: list[int], ranks: list[list[int]], slack: float = 0.0
+    base: list[int], starts: list[list[int]], ranks: list[list[int]], slack: float = 0.0
 ) -> tuple[list[list[int]], list[int]]:
     """How much of each load each of its ranks takes, and what every rank has in the end.
 
-    `base` is what a rank has anyway; load i may go to `ranks[i]`, each rank listed once. The largest result is the least possible in
-    whole numbers, that is ceil of the linear optimum, or at most 1 + `slack` times the mean, which ends the search early. The result
-    depends on the arguments only.
+    `base` is what a rank has anyway; `starts[i]` is where load i would best be among `ranks[i]`, each rank listed once. Load leaves
+    its place only as balance asks for it. The largest result is the least possible in whole numbers, that is ceil of the linear
+    optimum, or at most 1 + `slack` times the mean, which ends the search early. The result depends on the arguments only.
     """
+    shares = [list(start) for start in starts]
     total = list(base)
-    shares = [_level_one(total, load, where) for load, where in zip(loads, ranks, strict=True)]
-    goal = max(math.ceil(sum(total) / len(total)), int(sum(total) / len(total) * (1 + slack)))
-    for _ in range(LEVELLING_PASSES):
-        if max(total) <= goal or not _level_all(total, shares, ranks):
-            break
+    for share, where in zip(shares, ranks, strict=True):
+        for rank, part in zip(where, share, strict=True):
+            total[rank] += part
+    mean = sum(total) / len(total)
+    goal = max(math.ceil(mean), int(mean * (1 + slack)))
+    for step in (_relieve_all, _level_all):
+        for _ in range(PASSES):
+            if max(total) <= goal or not step(total, shares, ranks, goal):
+                break
     if max(total) > goal:
         _augment(total, shares, ranks, goal)
     return shares, total
+
+
+def _relieve_all(total: list[int], shares: list[list[int]], ranks: list[list[int]], goal: int) -> bool:
+    """Every rank above `goal` gives what it has too much to emptier ranks, load by load; whether anything moved."""
+    moved = False
+    for share, where in zip(shares, ranks, strict=True):
+        for i, rank in enumerate(where):
+            while total[rank] > goal and share[i]:
+                emptiest = where[1 - i] if len(where) == 2 else min(where, key=total.__getitem__)
+                room = goal - total[emptiest]
+                if room <= 0:
+                    break
+                amount = min(share[i], total[rank] - goal, room)
+                share[i] -= amount
+                share[where.index(emptiest)] += amount
+                total[rank] -= amount
+                total[emptiest] += amount
+                moved = True
+    return moved
 
 
 def _level_one(total: list[int], load: int, where: list[int]) -> list[int]:
@@ -61,7 +85,7 @@ def _level_one(total: list[int], load: int, where: list[int]) -> list[int]:
     return share
 
 
-def _level_all(total: list[int], shares: list[list[int]], ranks: list[list[int]]) -> bool:
+def _level_all(total: list[int], shares: list[list[int]], ranks: list[list[int]], goal: int) -> bool:
     """One pass of coordinate descent; whether anything moved."""
     moved = False
     for i, where in enumerate(ranks):
@@ -144,3 +168,66 @@ def _path(
                     return path[::-1]
                 queue.append(other)
     return None
+
+
+def even_out(
+    choice: list[int], counts: list[int], base: list[int], loads: list[int], ranks: list[list[int]]
+) -> None:
+    """Level the rows of whole loads without giving any rank more loads than the one that has most: changes `choice` and `counts`.
+
+    Load i is on `ranks[i][choice[i]]`, or nowhere (-1) if it is 0; `counts` and `base` are the loads and the other rows of each
+    rank. Each step makes the best move off the fullest rank of one load, or of two, the second making way for the first.
+    """
+    most = max(counts)
+    rows = list(base)
+    on: list[list[int]] = [[] for _ in base]
+    for i, place in enumerate(choice):
+        if place >= 0:
+            rows[ranks[i][place]] += loads[i]
+            on[ranks[i][place]].append(i)
+    for _ in choice:
+        top = rows.index(max(rows))
+        best = _best_moves(top, most, counts, rows, on, loads, ranks)
+        if best is None:
+            return
+        for i, start, end in best:
+            on[start].remove(i)
+            on[end].append(i)
+            choice[i] = ranks[i].index(end)
+            for amounts, amount in ((counts, 1), (rows, loads[i])):
+                amounts[start] -= amount
+                amounts[end] += amount
+
+
+def _best_moves(
+    top: int,
+    most: int,
+    counts: list[int],
+    rows: list[int],
+    on: list[list[int]],
+    loads: list[int],
+    ranks: list[list[int]],
+) -> list[tuple[int, int, int]] | None:
+    """One or two (load, from rank, to rank) after which the largest of the ranks concerned is lowest, and below that of `top`."""
+    best, peak = None, rows[top]
+    for i in on[top]:
+        left = rows[top] - loads[i]
+        for b in ranks[i]:
+            if b == top:
+                continue
+            if counts[b] < most:
+                height = max(left, rows[b] + loads[i])
+                if height < peak:
+                    best, peak = [(i, top, b)], height
+            for j in on[b]:
+                at_b = rows[b] + loads[i] - loads[j]
+                if at_b >= peak:
+                    continue
+                for c in ranks[j]:
+                    if c == b or (c != top and counts[c] >= most):
+                        continue
+                    at_c = (left if c == top else rows[c]) + loads[j]
+                    height = max(at_b, at_c, left)
+                    if height < peak:
+                        best, peak = [(j, b, c), (i, top, b)], height
+    return best

@@ -1,6 +1,6 @@
 """What this rank's tokens asked of the experts lately, in windows of steps that are the same on all ranks.
 
-Legend: T tokens, K experts per token, W windows, L MoE layers, E experts.
+Legend: W windows, L MoE layers, P phases, E experts.
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ Array = npt.NDArray[Any]
 
 
 class LiveLoads:
-    """add(), called by the recorder, and step_done() are the step thread's; snapshot() is any thread's."""
+    """`closing` and add(), used by the recorder, and step_done() are the step thread's; snapshot() is any thread's."""
 
     def __init__(self, num_layers: int, num_experts: int, window_size: int, device: torch.device) -> None:
         """`window_size`: steps that count, rounded up to NUM_WINDOWS windows."""
         self.window_steps = -(-window_size // NUM_WINDOWS)
-        # Column 0 takes the padding.
-        self._counts_LE1 = torch.zeros(num_layers, num_experts + 1, dtype=torch.int64, device=device)
-        self._ones = torch.ones(0, dtype=torch.int64, device=device)
+        self._counts_LE = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
         self._num_steps = 0
         self._lock = threading.Lock()
         self._windows: deque[tuple[int, Array]] = deque(maxlen=NUM_WINDOWS)
 
-    def add(self, keys: torch.Tensor) -> None:
-        """Count choices: int64, each MoE layer * (E + 1) + 1 + expert, where expert -1 is none. No host synchronisation."""
-        if self._ones.shape[0] < keys.shape[0]:
-            self._ones = self._ones.new_ones(keys.shape[0])
-        self._counts_LE1.view(-1).scatter_add_(0, keys, self._ones[: keys.shape[0]])
+    @property
+    def closing(self) -> bool:
+        """Whether the next step_done() ends a window: all counts of its steps must have been added before."""
+        return (self._num_steps + 1) % self.window_steps == 0
+
+    def add(self, counts_LPE: torch.Tensor) -> None:
+        """Add choices counted by layer, phase and expert. No host synchronisation."""
+        self._counts_LE += counts_LPE.sum(dim=1)
 
     def step_done(self) -> None:
         """A step's choices have all been added. Every rank calls it after every step."""
         self._num_steps += 1
         if self._num_steps % self.window_steps:
             return
-        counts_LE = self._counts_LE1[:, 1:].cpu().numpy().copy()
-        self._counts_LE1.zero_()
+        counts_LE = self._counts_LE.cpu().numpy().copy()
+        self._counts_LE.zero_()
         with self._lock:
             self._windows.append((self._num_steps // self.window_steps, counts_LE))
 

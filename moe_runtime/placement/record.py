@@ -9,7 +9,6 @@ t tokens whose routes were kept.
 from __future__ import annotations
 
 import json
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from moe_runtime.errors import ConfigError
 from moe_runtime.placement.run_time_split import RUN_TIME_SPLITS
+from moe_runtime.whole_file import whole_file
 
 PHASES = ("prefill", "decode")
 """The P axis. A token is `decode` if its sequence computes just it in a step and its prompt is done."""
@@ -139,18 +139,15 @@ def write_rank(folder: Path, rank: int, arrays: dict[str, Array]) -> None:
     """Write a rank's part whole or not at all. `arrays` has exactly RANK_ARRAYS."""
     assert sorted(arrays) == sorted(RANK_ARRAYS), sorted(arrays)
     path = rank_file(folder, rank)
-    draft = path.with_suffix(".draft")
-    with draft.open("wb") as file:
+    with whole_file(path) as draft, draft.open("wb") as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # its stubs take the names for allow_pickle
-    draft.replace(path)
 
 
 def write_meta(folder: Path, meta: RecordMeta) -> None:
     """Write record.json; made for people too."""
     text = json.dumps(msgspec.to_builtins(meta), separators=(",", ":"))
-    draft = folder / (META_FILE + ".draft")
-    draft.write_bytes(msgspec.json.format(text.encode(), indent=1))
-    draft.replace(folder / META_FILE)
+    with whole_file(folder / META_FILE) as draft:
+        draft.write_bytes(msgspec.json.format(text.encode(), indent=1))
 
 
 def load_record(folder: Path) -> LoadRecord:
@@ -211,8 +208,13 @@ def _read_rank(folder: Path, rank: int, meta: RecordMeta) -> dict[str, Array]:
             part = {name: file[name] for name in RANK_ARRAYS}
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except (ValueError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{path}: is not an npz file without pickles: {error}") from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        # A damaged file raises whatever zipfile, zlib or numpy come upon: EOFError, BadZipFile, zlib.error, ValueError, ...
+        raise ConfigError(
+            f"{path}: is damaged, or not an npz file without pickles: {str(error) or repr(error)}"
+        ) from error
     num_windows = len(part["first_step_W"])
     wanted = (num_windows, len(PHASES), meta.num_layers, meta.num_experts)
     if part["counts_WPLE"].shape != wanted:

@@ -16,6 +16,8 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 ENOUGH = 1.001
 """A layer whose fullest rank has at most this times the mean, in every window, is left alone."""
+BARRED = np.float32(1e30)
+"""Change of an exchange that may not be."""
 
 
 def with_mean(loads_WLE: Array) -> Array:
@@ -33,47 +35,58 @@ def level(slots_LNp: Array, share_VLE: Array, movable_LNp: Array, *, rounds: int
     pairs the fuller half of the ranks with the other half, each time differently, and makes each pair's best exchange.
     """
     half = slots_LNp.shape[1] // 2
-    if half == 0:
+    width = int(movable_LNp.sum(axis=2).max())
+    if half == 0 or width == 0:
         return
     share_LEV = np.ascontiguousarray(share_VLE.transpose(1, 2, 0))
-    movable_LNp = movable_LNp.copy()
     layer_L11 = np.arange(len(slots_LNp))[:, None, None]
     value_LNpV = share_LEV[layer_L11, np.maximum(slots_LNp, 0)] * (slots_LNp >= 0)[..., None]
+    load_LNV = np.einsum("LNpV->LNV", value_LNpV)
+    # From here on only what may be exchanged, as slots m.
+    where_LNm = np.argsort(~movable_LNp, axis=2, kind="stable")[:, :, :width]
+    movable_LNm = np.take_along_axis(movable_LNp, where_LNm, axis=2)
+    slots_LNm = np.take_along_axis(slots_LNp, where_LNm, axis=2)
+    value_LNmV = np.take_along_axis(value_LNpV, where_LNm[..., None], axis=2)
     num_used = max(int((slots_LNp[0] >= 0).any(axis=1).sum()), 1)
     idle = 0
     for turn in range(rounds):
-        load_LNV = value_LNpV.sum(axis=2)
         uneven = (load_LNV.max(axis=1) * num_used > ENOUGH * load_LNV.sum(axis=1)).any(axis=1)
         layers = np.flatnonzero(uneven)
-        if not len(layers):
-            return
+        if not len(layers) or idle == 3:
+            break
         order_xN = np.argsort(-load_LNV[layers, :, -1], axis=1, kind="stable")
         low_xP = np.roll(order_xN[:, ::-1][:, :half], turn if turn % 3 else 0, axis=1)
-        some = _exchange(slots_LNp, value_LNpV, movable_LNp, layers[:, None], order_xN[:, :half], low_xP)
-        idle = 0 if some else idle + 1
-        if idle == 3:
-            return
+        pairs = (layers[:, None], order_xN[:, :half], low_xP)
+        idle = 0 if _exchange(slots_LNm, value_LNmV, movable_LNm, load_LNV, *pairs) else idle + 1
+    np.put_along_axis(slots_LNp, where_LNm, slots_LNm, axis=2)
 
 
 def _exchange(
-    slots_LNp: Array, value_LNpV: Array, movable_LNp: Array, layer: Array, high: Array, low: Array
+    slots_LNm: Array,
+    value_LNmV: Array,
+    movable_LNm: Array,
+    load_LNV: Array,
+    layer: Array,
+    high: Array,
+    low: Array,
 ) -> bool:
     """Make every pair's best exchange of one replica each; whether any was better than none.
 
     Moving d from a rank to another that has `gap` less changes the sum of squares by 2 d (d - gap); here d = given - taken.
     """
-    width = slots_LNp.shape[2]
-    slots_h, slots_l = slots_LNp[layer, high], slots_LNp[layer, low]
-    given, taken = value_LNpV[layer, high], value_LNpV[layer, low]
-    gap = (given.sum(axis=2) - taken.sum(axis=2))[:, :, None]
-    barred_h = ~movable_LNp[layer, high] | _has(slots_l, slots_h)
-    barred_l = ~movable_LNp[layer, low] | _has(slots_h, slots_l)
-    of_given = (given * (given - gap)).sum(axis=3) + np.where(barred_h, np.inf, 0.0)
-    of_taken = (taken * (taken + gap)).sum(axis=3) + np.where(barred_l, np.inf, 0.0)
-    change = np.matmul(given, -2 * taken.swapaxes(2, 3))
-    change += of_given[..., :, None]
-    change += of_taken[..., None, :]
-    change = change.reshape(*gap.shape[:2], width * width)
+    width = slots_LNm.shape[2]
+    slots_h, slots_l = slots_LNm[layer, high], slots_LNm[layer, low]
+    given, taken = value_LNmV[layer, high], value_LNmV[layer, low]
+    gap = (load_LNV[layer, high] - load_LNV[layer, low])[:, :, None]
+    of_given = np.einsum("xPmV,xPmV->xPm", given, given - gap)
+    of_taken = np.einsum("xPmV,xPmV->xPm", taken, taken + gap)
+    of_given[~movable_LNm[layer, high] | _has(slots_l, slots_h)] = BARRED
+    of_taken[~movable_LNm[layer, low] | _has(slots_h, slots_l)] = BARRED
+    # of_given + of_taken - 2 given taken for all pairs of slots, as one product
+    one = np.ones((*of_given.shape, 1), dtype=np.float32)
+    left = np.concatenate([given, of_given[..., None], one], axis=3)
+    right = np.concatenate([-2 * taken, one, of_taken[..., None]], axis=3)
+    change = np.matmul(left, right.swapaxes(2, 3)).reshape(*high.shape, width * width)
     best = change.argmin(axis=2)
     least = np.take_along_axis(change, best[..., None], axis=2)[..., 0]
     x, pair = np.nonzero(least < -1e-6)
@@ -81,7 +94,10 @@ def _exchange(
         return False
     a, b = best[x, pair] // width, best[x, pair] % width
     row, rank_h, rank_l = layer[x, 0], high[x, pair], low[x, pair]
-    for array in (slots_LNp, value_LNpV, movable_LNp):
+    step = taken[x, pair, b] - given[x, pair, a]
+    load_LNV[row, rank_h] += step
+    load_LNV[row, rank_l] -= step
+    for array in (slots_LNm, value_LNmV, movable_LNm):
         array[row, rank_h, a], array[row, rank_l, b] = array[row, rank_l, b], array[row, rank_h, a]
     return True
 
@@ -108,6 +124,14 @@ def relabel(
     """
     load_VLN = np.matmul(share_VLE[:, :, None, :], held_LNE.swapaxes(1, 2).astype(np.float32))[:, :, 0]
     num_used = max(int(held_LNE[0].any(axis=1).sum()), 1)
+    # From here on only the experts that may be moved, as columns M.
+    columns_LM = np.argsort(~movable_LE, axis=1, kind="stable")[:, : int(movable_LE.sum(axis=1).max())]
+    if not columns_LM.shape[1]:
+        return 0
+    movable_LM = np.take_along_axis(movable_LE, columns_LM, axis=1)
+    count_LM = np.take_along_axis(count_LE, columns_LM, axis=1)
+    held_LNM = np.take_along_axis(held_LNE, columns_LM[:, None], axis=2)
+    share_VLM = np.take_along_axis(share_VLE, columns_LM[None], axis=2)
     failed_L = np.zeros(len(held_LNE), dtype=np.int64)
     moved = 0
     for _ in range(rounds):
@@ -116,23 +140,24 @@ def relabel(
         if not len(layers) or moved == budget:
             break
         one, two, gain = _best_relabelling(
-            held_LNE, share_VLE, count_LE, movable_LE, load_VLN, layers, failed_L
+            held_LNM, share_VLM, count_LM, movable_LM, load_VLN, layers, failed_L
         )
         better = gain < -1e-6
         failed_L[layers] = np.where(better, 0, failed_L[layers] + 1)
         layers, one, two, gain = layers[better], one[better], two[better], gain[better]
         if budget is not None:
-            cost = (held_LNE[layers, :, one] != held_LNE[layers, :, two]).sum(axis=1)
+            cost = (held_LNM[layers, :, one] != held_LNM[layers, :, two]).sum(axis=1)
             order = np.argsort(gain / np.maximum(cost, 1), kind="stable")
             fits = order[np.cumsum(cost[order]) <= budget - moved]
             if not len(fits):
                 break
             layers, one, two = layers[fits], one[fits], two[fits]
             moved += int(cost[fits].sum())
-        ranks_one, ranks_two = held_LNE[layers, :, one], held_LNE[layers, :, two]
-        held_LNE[layers, :, one], held_LNE[layers, :, two] = ranks_two, ranks_one
-        step_Vx = share_VLE[:, layers, two] - share_VLE[:, layers, one]
+        ranks_one, ranks_two = held_LNM[layers, :, one], held_LNM[layers, :, two]
+        held_LNM[layers, :, one], held_LNM[layers, :, two] = ranks_two, ranks_one
+        step_Vx = share_VLM[:, layers, two] - share_VLM[:, layers, one]
         load_VLN[:, layers] += step_Vx[:, :, None] * (ranks_one.astype(np.float32) - ranks_two)
+    np.put_along_axis(held_LNE, columns_LM[:, None], held_LNM, axis=2)
     return moved
 
 
@@ -155,25 +180,28 @@ def _best_relabelling(
     x = np.arange(len(layers))
     excess = (np.maximum(load - load.mean(axis=2, keepdims=True), 0.0) ** 2).sum(axis=1)
     rank = np.argsort(-excess, axis=1, kind="stable")[x, failed_L[layers]]
-    there = held[x, rank]
+    there = held[x, rank] & movable
     width = max(int(there.sum(axis=1).max()), 1)
     e = np.argsort(~there, axis=1, kind="stable")[:, :width]
     x1 = x[:, None]
     held32 = held.astype(np.float32)
     own = np.matmul(load, held32)  # (x, V, E)
-    share_e, own_e = share[x1, :, e], own[x1, :, e]  # (x, p, V)
-    change = np.matmul(share_e, own) + np.matmul(own_e, share)
-    change -= (share_e * own_e).sum(axis=2)[:, :, None]
-    change -= (share * own).sum(axis=1)[:, None, :]
-    squares = (
-        (share_e**2).sum(axis=2)[:, :, None]
-        + (share**2).sum(axis=1)[:, None, :]
-        - 2 * np.matmul(share_e, share)
-    )
-    count_e = count[x1, e][:, :, None]
-    change += squares * (count_e - np.matmul(held32.swapaxes(1, 2)[x1, e], held32))
-    fits = (count[:, None, :] == count_e) & movable[:, None, :] & (movable & there)[x1, e][:, :, None]
-    change = np.where(fits, 2 * change, 0.0).reshape(len(layers), -1)
+    square = np.einsum("xVE,xVE->xE", share, share)
+    alone = np.einsum("xVE,xVE->xE", share, own)
+    of_f = np.where(movable, -alone, BARRED)
+    share_e, own_e, count_e = share.swapaxes(1, 2)[x1, e], own.swapaxes(1, 2)[x1, e], count[x1, e]
+    c = count_e.astype(np.float32)[..., None]
+    of_e = np.where(there[x1, e], c[..., 0] * square[x1, e] - alone[x1, e], BARRED)
+    one = np.ones((*e.shape, 1), dtype=np.float32)
+    left = np.concatenate([share_e, own_e - 2 * c * share_e, c, one, of_e[..., None]], axis=2)
+    ones = np.ones((len(layers), 1, held.shape[2]), dtype=np.float32)
+    right = np.concatenate([own, share, square[:, None], of_f[:, None], ones], axis=1)
+    change = np.matmul(left, right)
+    if (count_e > 1).any():  # both on one rank: counted twice
+        squares = square[x1, e][:, :, None] + square[:, None] - 2 * np.matmul(share_e, share)
+        change -= squares * np.matmul(held32.swapaxes(1, 2)[x1, e], held32)
+    change *= count[:, None, :] == count_e[..., None]
+    change = change.reshape(len(layers), -1)
     best = change.argmin(axis=1)
     num_experts = held.shape[2]
-    return e[x, best // num_experts], best % num_experts, change[x, best]
+    return e[x, best // num_experts], best % num_experts, 2 * change[x, best]

@@ -9,12 +9,17 @@ import zlib
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+
+from moe_runtime.placement.record import PHASES
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
 
     from moe_runtime.placement.record import Array
+    from moe_runtime.placement.recorder import PartTokens
 
+DECODE = PHASES.index("decode")
 _ENTRY_BYTES = 8 + 1 + 4
 """Of a token beside its experts."""
 
@@ -41,30 +46,32 @@ class RouteRing:
         """What it takes, however many tokens come."""
         return self._ids_tLK.nbytes + self._step_t.nbytes + self._phase_t.nbytes + self._request_t.nbytes
 
+    @property
+    def keeps_any(self) -> bool:
+        """Whether any request's routes are kept."""
+        return len(self._step_t) > 0
+
     def request_number(self, request_id: str) -> int | None:
         """The number under which the routes of this request are kept; None if they are not."""
         number = zlib.crc32(request_id.encode()) >> 1
         return number if number < self._share * 2**31 else None
 
-    def add(
-        self,
-        step: int,
-        decode_T: torch.Tensor,
-        sampled: tuple[tuple[int, int, int], ...],
-        ids_LTK: torch.Tensor,
-    ) -> None:
-        """Tokens of the `sampled` (first row, rows, request number). Copies from a device, which it waits for, only if there are any."""
+    def add(self, step: int, part: PartTokens, choices: Sequence[torch.Tensor]) -> None:
+        """Tokens of the part's sampled requests; choices: (T, K) of each layer. Copies from a device, which it waits for, only if there are any."""
         room = len(self._step_t)
-        for first, total, number in sampled if room else ():
-            count = min(total, room)
-            rows = slice(first + total - count, first + total)
-            ids_tLK = ids_LTK[:, rows].permute(1, 0, 2).cpu().numpy()
-            place = (self._next + np.arange(count)) % room
-            self._ids_tLK[place] = ids_tLK
-            self._step_t[place] = step
-            self._phase_t[place] = decode_T[rows].numpy()
-            self._request_t[place] = number
-            self._next += count
+        if not room or not part.sampled:
+            return
+        rows_t = np.concatenate([np.arange(first, first + total) for first, total, _ in part.sampled])[-room:]
+        numbers_t = np.repeat([s[2] for s in part.sampled], [s[1] for s in part.sampled])[-room:]
+        begin = int(rows_t.min())
+        within = slice(begin, int(rows_t.max()) + 1)
+        ids_tLK = torch.stack([ids_TK[within] for ids_TK in choices], dim=1).cpu().numpy()[rows_t - begin]
+        place_t = (self._next + np.arange(len(rows_t))) % room
+        self._ids_tLK[place_t] = ids_tLK
+        self._step_t[place_t] = step
+        self._phase_t[place_t] = DECODE if part.decode_T is None else part.decode_T.numpy()[rows_t]
+        self._request_t[place_t] = numbers_t
+        self._next += len(rows_t)
 
     def arrays(self) -> dict[str, Array]:
         """Oldest token first, by the names of `record.RANK_ARRAYS`."""

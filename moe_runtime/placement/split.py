@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_runtime.errors import ConfigError
-from moe_runtime.placement.balance import share_out
+from moe_runtime.placement.balance import even_out, share_out
 
 Array = npt.NDArray[Any]
 SLACK = 0.002
@@ -37,6 +37,8 @@ class Replicas:
     """Their ranks, ascending."""
     first_rank_E: Array
     """int64 rank of an expert's first replica."""
+    home_D: Array
+    """int64 which replica of a shared expert is its home: the one in the lowest slot of its rank, of these the first."""
 
     @staticmethod
     def of(slots_Np: Array, num_experts: int) -> Replicas:
@@ -62,7 +64,9 @@ class Replicas:
         slot_EC[expert, place] = slot
         shared_D = np.flatnonzero(count_E > 1)
         ranks_D = [[int(s) // width for s in slot_EC[e] if s >= 0] for e in shared_D]
-        return Replicas(slot_EC, count_E, num_ranks, width, shared_D, ranks_D, slot_EC[:, 0] // width)
+        slot_DC = slot_EC[shared_D]
+        home_D = np.where(slot_DC >= 0, slot_DC % width, width).argmin(axis=1)
+        return Replicas(slot_EC, count_E, num_ranks, width, shared_D, ranks_D, slot_EC[:, 0] // width, home_D)
 
 
 def split_rows(
@@ -76,14 +80,18 @@ def split_rows(
     * `random`: each token draws its replica; `seed` (say of step and layer) must be the same on all ranks;
     * `waterfill`: the fullest rank gets as few rows as possible (exactly, up to SLACK: `balance.share_out`);
     * `one_replica`: all of an expert's tokens go to one replica, so that the rank with the most experts to read has as few as
-      possible, and of those choices one by fewest rows: for decode, where reading weights is what takes time.
+      possible, and then its rows are levelled as far as that allows: for decode, where reading weights is what takes time.
 
-    With waterfill, a source's own replica, then those of its node (`ranks_per_node`), are used as far as the balance allows.
+    With waterfill, a source's own replica, else the home of its node (`ranks_per_node`), else the home is used as far as the balance
+    allows.
     Raises ConfigError for an unknown method.
     """
     counts_NE = np.asarray(counts_NE, dtype=np.int64)
     if method == "waterfill":
-        return _by_source(counts_NE, replicas, waterfill(counts_NE.sum(axis=0), replicas), ranks_per_node)
+        start_DC = _favourites(counts_NE, replicas, ranks_per_node)
+        return _by_source(
+            counts_NE, replicas, waterfill(counts_NE.sum(axis=0), replicas, start_DC), ranks_per_node
+        )
     if method == "one_replica":
         return counts_NE[:, :, None] * (one_replica(counts_NE.sum(axis=0), replicas) > 0)
     if method == "static":
@@ -104,12 +112,13 @@ def rank_rows(rows_NEC: Array, replicas: Replicas) -> Array:
     ).astype(np.int64)
 
 
-def waterfill(load_E: Array, replicas: Replicas, slack: float = SLACK) -> Array:
+def waterfill(load_E: Array, replicas: Replicas, start_DC: Array | None = None) -> Array:
     """int64 (E, C): rows of each expert for each replica, so that the fullest rank has as few as whole numbers allow.
 
-    Or at most 1 + slack times the mean, which no split could better by more.
+    Or at most 1 + SLACK times the mean, which no split could better by more. Rows leave `start_DC`, by default the experts' homes,
+    only as that asks.
     """
-    shares, _ = _share_out(load_E, replicas, slack)
+    shares, _ = _share_out(load_E, replicas, start_DC, SLACK)
     share_EC: Array = np.zeros(replicas.slot_EC.shape, dtype=np.int64)
     share_EC[:, 0] = load_E
     if len(shares):
@@ -118,25 +127,84 @@ def waterfill(load_E: Array, replicas: Replicas, slack: float = SLACK) -> Array:
     return share_EC
 
 
+def slot_shares(load_E: Array, replicas: Replicas) -> Array:
+    """float64 (N, E): which part of each expert's rows each rank takes after `waterfill`; an expert without rows is at home."""
+    share_EC = waterfill(np.maximum(load_E, 1), replicas).astype(np.float64)
+    share_EC /= share_EC.sum(axis=1, keepdims=True)
+    part_NE = np.zeros((replicas.num_ranks, len(load_E)))
+    expert, place = np.nonzero(replicas.slot_EC >= 0)
+    part_NE[replicas.slot_EC[expert, place] // replicas.slots_per_rank, expert] = share_EC[expert, place]
+    return part_NE
+
+
 def most_rows(load_E: Array, replicas: Replicas) -> int:
     """Rows of the fullest rank after `waterfill`."""
-    return max(_share_out(load_E, replicas, SLACK)[1])
+    # From even shares, not from home: only the maximum is asked for, and they are nearer to it.
+    load_D1, count_D1 = load_E[replicas.shared_D, None], replicas.count_E[replicas.shared_D, None]
+    place_C = np.arange(replicas.slot_EC.shape[1])
+    start_DC = (place_C < count_D1) * (load_D1 // count_D1) + (place_C < load_D1 % count_D1)
+    return max(_share_out(load_E, replicas, start_DC, SLACK)[1])
 
 
-def _share_out(load_E: Array, replicas: Replicas, slack: float) -> tuple[list[list[int]], list[int]]:
+def _share_out(
+    load_E: Array, replicas: Replicas, start_DC: Array | None, slack: float
+) -> tuple[list[list[int]], list[int]]:
     """Rows per replica of each shared expert, and of each rank."""
-    loads_D = load_E[replicas.shared_D]
-    base = np.bincount(replicas.first_rank_E, weights=load_E, minlength=replicas.num_ranks)
-    base -= np.bincount(
-        replicas.first_rank_E[replicas.shared_D], weights=loads_D, minlength=replicas.num_ranks
-    )
-    return share_out(base.astype(np.int64).tolist(), loads_D.tolist(), replicas.ranks_D, slack)
+    if start_DC is None:
+        start_DC = (np.arange(replicas.slot_EC.shape[1]) == replicas.home_D[:, None]) * load_E[
+            replicas.shared_D, None
+        ]
+    starts = [row[: len(ranks)] for row, ranks in zip(start_DC.tolist(), replicas.ranks_D, strict=True)]
+    return share_out(_single_rows(load_E, replicas), starts, replicas.ranks_D, slack)
+
+
+def _single_rows(load_E: Array, replicas: Replicas) -> list[int]:
+    """Rows of each rank's experts that have no other replica."""
+    single_E = load_E.copy()
+    single_E[replicas.shared_D] = 0
+    rows_N = np.bincount(replicas.first_rank_E, weights=single_E, minlength=replicas.num_ranks)
+    rows: list[int] = rows_N.astype(np.int64).tolist()
+    return rows
+
+
+def _favourites(counts_NE: Array, replicas: Replicas, ranks_per_node: int | None) -> Array:
+    """int64 (D, C): rows of shared experts at each replica if every source uses its own, else its node's home, else the home."""
+    home_D, num_ranks = replicas.home_D, replicas.num_ranks
+    slot_DC = replicas.slot_EC[replicas.shared_D]
+    node_size = ranks_per_node or num_ranks
+    order_DC = np.where(slot_DC >= 0, slot_DC % replicas.slots_per_rank, replicas.slots_per_rank)
+    rank_DC = np.where(slot_DC >= 0, slot_DC // replicas.slots_per_rank, -num_ranks)
+    best_ND = np.tile(home_D, (num_ranks, 1))
+    if node_size < num_ranks:
+        for first in range(0, num_ranks, node_size):
+            inside_DC = rank_DC // node_size == first // node_size
+            near_D = np.where(inside_DC, order_DC, replicas.slots_per_rank).argmin(axis=1)
+            best_ND[first : first + node_size] = np.where(inside_DC.any(axis=1), near_D, home_D)
+    d, c = np.nonzero(rank_DC >= 0)
+    best_ND[rank_DC[d, c], d] = c
+    width = slot_DC.shape[1]
+    flat = (np.arange(len(slot_DC)) * width + best_ND).ravel()
+    rows = np.bincount(flat, weights=counts_NE[:, replicas.shared_D].ravel(), minlength=slot_DC.size)
+    return rows.astype(np.int64).reshape(slot_DC.shape)
 
 
 def one_replica(load_E: Array, replicas: Replicas) -> Array:
-    """int64 (E, C): all rows of an expert at one of its replicas; the most experts with rows on any rank is as small as can be."""
-    active_EC = waterfill((load_E > 0).astype(np.int64), replicas, slack=0.0)
-    return active_EC * load_E[:, None]
+    """int64 (E, C): all rows of an expert at one of its replicas; the most experts with rows on any rank is as small as can be.
+
+    Of the choices with so few, exchanges of up to two experts find one whose fullest rank has few rows.
+    """
+    active_E = (load_E > 0).astype(np.int64)
+    shares, count_N = _share_out(active_E, replicas, None, 0.0)
+    choice = [share.index(1) if 1 in share else -1 for share in shares]
+    even_out(
+        choice, count_N, _single_rows(load_E, replicas), load_E[replicas.shared_D].tolist(), replicas.ranks_D
+    )
+    rows_EC: Array = np.zeros(replicas.slot_EC.shape, dtype=np.int64)
+    rows_EC[:, 0] = load_E
+    if len(choice):
+        rows_EC[replicas.shared_D, 0] = 0
+        rows_EC[replicas.shared_D, np.maximum(choice, 0)] = load_E[replicas.shared_D]
+    return rows_EC
 
 
 def _static(counts_NE: Array, replicas: Replicas) -> Array:

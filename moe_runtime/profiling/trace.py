@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.errors import ConfigError
+from moe_runtime.whole_file import whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -53,7 +54,8 @@ def _name(kind: str, rank: int, track: int, name: str) -> Event:
 
 def write_trace(path: Path, events: list[Event]) -> None:
     """A file that Perfetto and chrome://tracing open."""
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    with whole_file(path) as draft:
+        draft.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
 class StepTrace:

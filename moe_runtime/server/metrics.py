@@ -43,6 +43,7 @@ N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 FINISH_REASONS = ("stop", "length", "abort")
 
 _SHARES_OF_BYTES: dict[str, Callable[[RankStats], float]] = {
+    "local": lambda s: s.bytes_local,
     "intra": lambda s: s.bytes_within_host,
     "inter": lambda s: s.bytes_between_hosts,
 }
@@ -123,7 +124,7 @@ class _RankCollector(Collector):
             yield histogram
         traffic = CounterMetricFamily(
             PREFIX + "moe_dispatch_bytes",
-            "Rows sent to other ranks by dispatch and combine, as far as the host counts them (not by kernels on GPUs)",
+            "Rows of dispatch and combine: kept, sent within the host, sent to others; not what kernels on GPUs move",
             labels=[*labels, "scope"],
         )
         for rank, stats in per_rank:

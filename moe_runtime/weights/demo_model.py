@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_runtime.config import user_cache_folder
 from moe_runtime.errors import CapacityError, CheckpointError, MoeRuntimeError
 from moe_runtime.weights.writing import build_folder, write_json, write_shards
 
@@ -34,11 +34,8 @@ FREE_BYTES_NEEDED = 2 * 10**9
 
 
 def models_folder() -> Path:
-    """Where built models live: the XDG cache folder of the user."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says that a relative path there is to be ignored.
-    cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return cache / "moe-runtime" / "models"
+    """Where built models live."""
+    return user_cache_folder() / "models"
 
 
 def demo_model_path(progress: bool = True, force: bool = False) -> Path:

@@ -121,8 +121,35 @@ def count_bytes(rank: int, num_ranks: int, seed: int) -> None:
     ]
     assert traffic.bytes_sent == expected.sent_rows * record
     assert traffic.bytes_returned == expected.returned_rows * 4 * case.hidden
+    assert traffic.bytes_sent + traffic.bytes_returned + traffic.bytes_local == sum(moved[1:])
     assert traffic.control_bytes == 8 * (num_ranks - 1)
 
 
 def test_each_token_crosses_once_in_bytes(seed: int) -> None:
     run_ranks(count_bytes, 3, seed)
+
+
+def count_local_bytes(rank: int, num_ranks: int, kind: str, seed: int) -> None:
+    case = Case("", topk=4, hidden=10, num_tokens=50, padding=0.2)
+    data = make_data(case, num_ranks, seed)
+    expected = expect(data, rank)
+    dispatcher = make(kind, num_ranks)
+    try:
+        plan = data.plan(rank)
+        batch = dispatcher.dispatch(data.x[rank], plan).wait()
+        dispatcher.combine(data.compute(batch, rank), batch, plan).wait()
+    finally:
+        dispatcher.close()
+    own_rows = len([1 for source, _ in expected.received if source == rank])
+    own_pairs = len([1 for rows in expected.slot_rows for source, _ in rows if source == rank])
+    row = 4 * case.hidden
+    if kind == "local":
+        # Nothing is packed: all rows of x stay where they are, and no words are written beside them.
+        assert dispatcher.traffic.bytes_local == (case.num_tokens + own_pairs) * row
+    else:
+        assert dispatcher.traffic.bytes_local == own_rows * (row + 4 * case.topk) + own_pairs * row
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), [("local", 1), ("one_sided-tiny", 3), ("collective-exact", 2)])
+def test_rows_that_stay_are_counted_in_bytes(kind: str, num_ranks: int, seed: int) -> None:
+    run_ranks(count_local_bytes, num_ranks, kind, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -22,7 +23,10 @@ from moe_runtime.triton_support.fp8_rows import quantize_rows
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 FP8_TOLERANCE = 6e-2
-"""Of activations rounded to FP8: a value next to a tie may round the other way, half a step of 1/8."""
+"""Of activations rounded to FP8: small values next to a tie may round the other way."""
+FP8_FAR_SHARE, FP8_FAR = 0.005, 3
+"""The share of outputs that may be further off than FP8_TOLERANCE, and how many times as far: where a row's largest value, at a
+tie, went one step of 32 in 448 the other way (seeds 1648300388 and 1204305946: one such value made 95 % of the error)."""
 UNREADABLE = 1 << 50
 SMALL = GroupedGemmConfig(16, 64, 32, group_m=2, num_stages=2)
 OLD_GPU = Gpu(arch=80, num_sms=3, shared_bytes=163 << 10)
@@ -90,7 +94,14 @@ def check(y: torch.Tensor, batch: ExpertBatch, weights: ExpertWeights, extra: fl
     assert y.shape == (batch.row_index_S.shape[0], batch.tokens_RD.shape[1])
     tolerance = FP8_TOLERANCE if weights.quantize_activations else TOLERANCE[y.dtype]
     scale = max(1.0, float(want.abs().max()) if want.numel() else 0.0)
-    torch.testing.assert_close(y[: want.shape[0]].float(), want, rtol=0.0, atol=tolerance * scale * extra)
+    limit = tolerance * scale * extra
+    if weights.quantize_activations:
+        # One value at a tie that rounds the other way shifts the few outputs in which it weighs most by more than that.
+        error = (y[: want.shape[0]].float() - want).abs()
+        assert not error.isnan().any()
+        assert int((error > limit).sum()) <= math.ceil(FP8_FAR_SHARE * error.numel())
+        limit *= FP8_FAR
+    torch.testing.assert_close(y[: want.shape[0]].float(), want, rtol=0.0, atol=limit)
 
 
 def run(

@@ -22,8 +22,9 @@ STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    """A norm rounds twice, before and after its weight: a step in the first and a half in the second come to two steps at most."""
     assert ours.dtype == expected.dtype
-    torch.testing.assert_close(ours, expected, rtol=STEP[expected.dtype], atol=1e-6)
+    torch.testing.assert_close(ours, expected, rtol=2 * STEP[expected.dtype], atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,42 @@ def test_one_replica_activates_as_few_experts_on_the_fullest_rank_as_can_be(seed
         assert ((per_replica_EC > 0).sum(axis=1) == (counts_NE.sum(axis=0) > 0)).all()
         active_N = rank_rows((per_replica_EC > 0)[None], replicas)
         assert active_N.max() == math.ceil(optimum((counts_NE.sum(axis=0) > 0).astype(float), slots) - 1e-6)
+
+
+def test_one_replica_also_levels_rows(seed: int) -> None:
+    """Beside every choice there is: never more experts on the fullest rank than the least, and rows near the least with so few."""
+    rng = np.random.default_rng(seed)
+    found, best = 0, 0
+    for _ in range(20):
+        slots = random_slots(rng, 4, 9, 4)
+        replicas = Replicas.of(slots, 9)
+        counts_NE = rng.poisson(rng.lognormal(0.0, 1.0, 9), (4, 9))
+        load_E = counts_NE.sum(axis=0)
+        per_replica_EC = split_rows("one_replica", counts_NE, replicas).sum(axis=0)
+        active = int(rank_rows((per_replica_EC > 0)[None], replicas).max())
+        rows = int(rank_rows(per_replica_EC[None], replicas).max())
+        width = slots.shape[1]
+        choices = []
+        for choice in product(*([s // width for s in row if s >= 0] for row in replicas.slot_EC)):
+            rows_N = np.bincount(choice, weights=load_E, minlength=4)
+            active_N = np.bincount(choice, weights=load_E > 0, minlength=4)
+            choices.append((int(active_N.max()), int(rows_N.max())))
+        least = min(choices)
+        assert active == least[0]
+        assert rows >= least[1]
+        found, best = found + rows, best + least[1]
+    assert found <= 1.1 * best
+
+
+def test_rows_leave_home_only_as_balance_asks() -> None:
+    # Experts 0 and 1 live on ranks 0 and 1 (lowest slots), each with a spare on the other rank.
+    slots = np.array([[0, 2, 1], [1, 3, 0], [4, 5, -1]])
+    replicas = Replicas.of(slots, 6)
+    counts_NE = np.zeros((3, 6), dtype=np.int64)
+    counts_NE[2] = [40, 20, 0, 0, 30, 0]  # all tokens on rank 2, which has neither
+    assert split_rows("waterfill", counts_NE, replicas)[2, :2].tolist() == [[30, 10], [0, 20]]
+    counts_NE[2, 1] = 40
+    assert split_rows("waterfill", counts_NE, replicas)[2, :2].tolist() == [[40, 0], [0, 40]]
 
 
 def test_random_draws_near_even_shares_and_depends_on_the_seed_only() -> None:

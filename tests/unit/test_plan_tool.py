@@ -235,7 +235,7 @@ def test_simulations_that_cannot_be(tool: Any, tmp_path: Path, seed: int) -> Non
         (["--algorithm", "best"], "--algorithm best: choose from ours, deepseek, contiguous"),
         (["--split", "fair"], "--split fair: choose from static"),
         (["--redundant", "9"], "9 redundant experts do not fit: 8 experts on 2 ranks allow at most 8"),
-        (["--ep", "3", "--algorithm", "deepseek"], "ranks with different numbers of slots (8 slots on 3 ranks); choose 'ours'"),
+        (["--ep", "3", "--algorithm", "deepseek"], "ranks with different numbers of slots (8 slots on 3 ranks: give a multiple of 3); choose 'ours'"),
         (["--json", str(tmp_path / "absent" / "x.json")], "cannot be written"),
     ]:  # fmt: skip
         assert message in tool("simulate", record, *argv, status=1)

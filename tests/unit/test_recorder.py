@@ -1,8 +1,10 @@
-"""The recorder against plain loops: counts by window, phase, layer and expert; bounded memory; padding never counted."""
+"""The recorder against plain loops: counts by window, phase, layer and expert; bounded memory."""
 
 from __future__ import annotations
 
 import random
+import resource
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ import pytest
 import torch
 
 from moe_runtime.errors import ConfigError
+from moe_runtime.placement import recorder as recorder_module
+from moe_runtime.placement import windows
 from moe_runtime.placement.balancedness import BalanceWatch, balancedness
+from moe_runtime.placement.live_loads import NUM_WINDOWS, LiveLoads
 from moe_runtime.placement.record import (
     PHASES,
     RANK_ARRAYS,
@@ -21,17 +26,23 @@ from moe_runtime.placement.record import (
     write_meta,
     write_rank,
 )
-from moe_runtime.placement.recorder import LoadRecorder, PartTokens
+from moe_runtime.placement.recorder import SCRATCH_IDS, LoadRecorder, PartTokens
+from moe_runtime.placement.windows import LoadWindows
 
 L, E, K = 3, 5, 2
 PLACEMENT = [[[0, 1, 2, 3, 4]]] * L
-WINDOW_BYTES = 4 * 2 * L * (E + 1)
+ROUTE_BYTES = 2 * L * K + 13
+
+
+WORKING = SCRATCH_IDS * (8 + 4) + 4 * 2 * L * E
+"""What counting takes: choices of int64, ones of int32, the counts of a window."""
 
 
 def make(windows: int, share: float = 0.0, routes: int = 0) -> LoadRecorder:
-    memory = windows * WINDOW_BYTES
+    """Room for so many windows; with a share, for so many routes at least."""
+    memory = windows * LoadWindows.bytes_per_window(L, E) + WORKING
     if share:
-        memory = 2 * max(memory, routes * (2 * L * K + 13))
+        memory = 2 * max(memory, routes * ROUTE_BYTES)
     return LoadRecorder(L, E, K, memory, torch.device("cpu"), PLACEMENT, share)
 
 
@@ -40,25 +51,27 @@ class Step:
 
     def __init__(self, draw: random.Random, num_parts: int) -> None:
         sizes = [draw.choice([0, 1, 4, 9]) for _ in range(num_parts)]
-        self.decode = [[draw.randrange(2) for _ in range(size)] for size in sizes]
+        # Steps that only decode are told and counted in a way of their own.
+        least = draw.randrange(2)
+        self.decode = [[draw.randint(least, 1) for _ in range(size)] for size in sizes]
         self.ids = [
-            [[[draw.randrange(-1, E) for _ in range(K)] for _ in range(size)] for _ in range(L)]
-            for size in sizes
+            [[[draw.randrange(E) for _ in range(K)] for _ in range(size)] for _ in range(L)] for size in sizes
         ]
         self.sampled = [((0, size, 7),) if size and draw.random() < 0.5 else () for size in sizes]
+        self.rows_on_device = draw.random() < 0.5
 
     def play(self, recorder: LoadRecorder, prefill: bool = False) -> None:
         recorder.begin_step(
             [
-                PartTokens(torch.tensor(d, dtype=torch.int64), s)
+                PartTokens(len(d), None if all(d) else torch.tensor(d, dtype=torch.int64), s)
                 for d, s in zip(self.decode, self.sampled, strict=True)
             ]
         )
         for layer in range(L):
             for ids in self.ids:
                 recorder.count(torch.tensor(ids[layer], dtype=torch.int64).view(-1, K))
-                recorder.computed(torch.tensor([layer, 1]))
-        recorder.end_step(10, 3, prefill)
+                recorder.computed(torch.tensor([layer, 1]) if self.rows_on_device else layer + 1)
+        recorder.end_step(10, 3, prefill, sum(map(len, self.decode)))
 
     def counts(self) -> np.ndarray[Any, Any]:
         counts = np.zeros((2, L, E), dtype=np.int64)
@@ -66,8 +79,7 @@ class Step:
             for layer in range(L):
                 for phase, token in zip(decode, ids[layer], strict=True):
                     for expert in token:
-                        if expert >= 0:
-                            counts[phase, layer, expert] += 1
+                        counts[phase, layer, expert] += 1
         return counts
 
 
@@ -80,10 +92,11 @@ def test_windows_hold_what_loops_count(num_steps: int, seed: int) -> None:
         step.play(recorder)
     arrays = recorder.arrays()
     assert sorted(arrays) == sorted(RANK_ARRAYS)
-    assert len(arrays["first_step_W"]) <= 4
+    assert min(num_steps, 4) <= len(arrays["first_step_W"]) <= 5
     assert arrays["num_steps_W"].sum() == num_steps
-    # Windows are as long as each other, but for the last.
-    assert len(set(arrays["num_steps_W"][:-1].tolist())) <= 1
+    # Of two lengths at most, one twice the other, but for the last.
+    lengths = sorted(set(arrays["num_steps_W"][:-1].tolist()))
+    assert len(lengths) <= 1 or lengths == [lengths[0], 2 * lengths[0]]
     begin = 0
     for window, length in enumerate(arrays["num_steps_W"]):
         inside = steps[begin : begin + length]
@@ -101,23 +114,105 @@ def test_windows_hold_what_loops_count(num_steps: int, seed: int) -> None:
 
 @pytest.mark.slow
 def test_a_million_steps_take_no_more_memory() -> None:
-    recorder = LoadRecorder(1, 2, 1, 50 * 4 * 2 * 3, torch.device("cpu"), [[[0, 1]]])
-    part, ids, rows = (
-        [PartTokens(torch.ones(1, dtype=torch.int64))],
-        torch.ones(1, 1).long(),
-        torch.ones(2).long(),
-    )
+    memory = 50 * LoadWindows.bytes_per_window(1, 2) + SCRATCH_IDS * 12 + 4 * 2 * 2
+    recorder = LoadRecorder(1, 2, 1, memory, torch.device("cpu"), [[[0, 1]]])
+    part, ids = [PartTokens(1)], torch.ones(1, 1).long()
     before = recorder.num_bytes
     for _ in range(1_000_000):
         recorder.begin_step(part)
         recorder.count(ids)
-        recorder.computed(rows)
-        recorder.end_step(1, 1, False)
-    assert recorder.num_bytes == before <= 50 * 4 * 2 * 3 + 50 * 80
+        recorder.computed(1)
+        recorder.end_step(1, 1, False, 1)
+    assert recorder.num_bytes == before == memory
     arrays = recorder.arrays()
-    assert 25 <= len(arrays["num_steps_W"]) <= 50
+    assert len(arrays["num_steps_W"]) in (50, 51)
     assert arrays["counts_WPLE"].sum(axis=0).tolist() == [[[0, 0]], [[0, 1_000_000]]]
     assert len(recorder.take_rows()) == 128
+
+
+@pytest.mark.parametrize("num_tokens", [1, 700, SCRATCH_IDS // K + 3, SCRATCH_IDS + 1])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_large_steps_are_counted_in_pieces(num_tokens: int, mixed: bool, seed: int) -> None:
+    """Of some layers, of one, of less than one: as many as fit the memory for it."""
+    generator = torch.Generator().manual_seed(seed)
+    recorder = make(windows=4)
+    decode_T = torch.randint(0, 2, (num_tokens,), generator=generator) if mixed else None
+    ids_LTK = torch.randint(0, E, (L, num_tokens, K), generator=generator)
+    expected = np.zeros((2, L, E), dtype=np.int64)
+    phase_T = np.ones(num_tokens, dtype=np.int64) if decode_T is None else decode_T.numpy()
+    for layer in range(L):
+        np.add.at(expected, (phase_T[:, None], layer, ids_LTK[layer].numpy()), 1)
+    kept = ids_LTK.clone()
+    for _ in range(2):
+        recorder.begin_step([PartTokens(num_tokens, decode_T)])
+        for ids_TK in ids_LTK:
+            recorder.count(ids_TK)
+        recorder.end_step(1, 1, mixed, num_tokens)
+    assert (recorder.arrays()["counts_WPLE"] == expected).all()
+    assert torch.equal(ids_LTK, kept), "the router's choices are not the recorder's to change"
+
+
+def test_rows_are_summed_by_layer(seed: int) -> None:
+    draw = random.Random(seed)
+    recorder = make(windows=4)
+    steps = [Step(draw, 1 + i % 2) for i in range(20)]
+    for i, step in enumerate(steps):
+        step.play(recorder, prefill=i % 3 == 0)
+    taken = recorder.take_rows()
+    assert [(t.step, t.phase) for t in taken] == [(i, int(i % 3 != 0)) for i in range(20)]
+    assert [t.rows for t in taken] == [[(layer + 1) * (1 + i % 2) for layer in range(L)] for i in range(20)]
+    assert recorder.take_rows() == []
+
+
+def test_counts_never_wrap_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows whose sum int32 could not hold are not merged: the oldest is forgotten instead."""
+    monkeypatch.setattr(windows, "MAX_TOKENS", 10)
+    monkeypatch.setattr(recorder_module, "MAX_TOKENS", 10)
+    recorder = make(windows=4)
+    ids = torch.zeros(3, K, dtype=torch.int64)
+    ids[:, 1] = 1
+    for _ in range(100):
+        recorder.begin_step([PartTokens(3)])
+        for _ in range(L):
+            recorder.count(ids)
+        recorder.end_step(1, 1, False, 3)
+    arrays = recorder.arrays()
+    first, steps = arrays["first_step_W"], arrays["num_steps_W"]
+    assert (steps[:-1] * 3 > 10 // 2).all(), "as long as they may be"
+    assert (arrays["tokens_WP"][:, 1] == steps * 3).all()
+    assert (arrays["tokens_WP"] <= 10).all()
+    assert (arrays["counts_WPLE"][:, 1, :, :2] == (steps * 3)[:, None, None]).all()
+    assert first[-1] + steps[-1] == 100
+    assert (first[1:] == first[:-1] + steps[:-1]).all(), "without gaps"
+
+
+def test_live_counts_go_their_own_way(seed: int) -> None:
+    """What is counted while nothing is recorded is in no record, whatever comes in between."""
+    draw = random.Random(seed)
+    recorder = make(windows=4)
+    recorder.live = LiveLoads(L, E, 5 * NUM_WINDOWS, torch.device("cpu"))
+    recorded, late = np.zeros((2, L, E), np.int64), np.zeros((2, L, E), np.int64)
+    for number in range(60):
+        if number % 7 == 3:
+            recorder.stop()
+            recorder.stop()
+        elif number % 7 == 5:
+            recorder.set_placement(PLACEMENT)
+        elif number % 14 == 6:
+            recorder.start()
+            recorded[:] = 0
+        step = Step(draw, 1)
+        step.play(recorder)
+        recorder.live.step_done()
+        if number >= 20:
+            late += step.counts()
+        if recorder.recording:
+            recorded += step.counts()
+        if number % 4 == 0:
+            assert (recorder.arrays()["counts_WPLE"].sum(axis=0) == recorded).all(), number
+    live = recorder.live.snapshot()
+    assert list(live) == list(range(5, 13))
+    assert (sum(live.values()) == late.sum(axis=0)).all()
 
 
 def test_memory_is_what_was_given(seed: int) -> None:
@@ -141,6 +236,7 @@ def test_start_stop_and_placements(seed: int) -> None:
     first.play(recorder)
     arrays = recorder.arrays()
     assert arrays["first_step_W"].tolist() == [1, 2]
+    assert arrays["num_steps_W"].tolist() == [1, 1]
     assert arrays["placement_W"].tolist() == [0, 1]
     assert recorder.placements == [PLACEMENT, other]
     assert (arrays["counts_WPLE"][1] == third.counts()).all()
@@ -216,6 +312,37 @@ def test_damaged_records_name_the_file(tmp_path: Path) -> None:
     np.savez(rank_file(tmp_path, 0), evil=np.array([object()], dtype=object))
     with pytest.raises(ConfigError, match="lacks the arrays"):
         load_record(tmp_path)
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Files may have 100 bytes."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, old[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_rank(tmp_path, 0, make(windows=4).arrays())
+        with pytest.raises(OSError, match="File too large"):
+            write_meta(tmp_path, meta(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_that_was_cut_off_says_so(tmp_path: Path, seed: int) -> None:
+    """By whatever killed a rank or a copy: every length of the file."""
+    write_meta(tmp_path, meta(1))
+    write_rank(tmp_path, 0, make(windows=4).arrays())
+    whole = rank_file(tmp_path, 0).read_bytes()
+    draw = random.Random(seed)
+    for length in [0, 1, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(30))]:
+        rank_file(tmp_path, 0).write_bytes(whole[:length])
+        with pytest.raises(ConfigError, match=r"rank0\.npz"):
+            load_record(tmp_path)
+    for _ in range(100):
+        place = draw.randrange(len(whole))
+        rank_file(tmp_path, 0).write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+        with suppress(ConfigError):
+            load_record(tmp_path)
 
 
 def test_balancedness_of_known_cases() -> None:

@@ -1,0 +1,164 @@
+// Products of token rows with the rows of a matrix, both stored along the sum, so a result is one dot product: one Sum that runs from
+// the first value to the last, or, where scales change along it, one for each group. What a token row gives does not depend on
+// the rows beside it, but for scales that change along a row, which many rows have applied before (see experts.cpp).
+#pragma once
+
+#include <algorithm>
+
+#include "vectors.h"
+
+constexpr int COLUMNS = 4;        // Matrix rows multiplied at once.
+constexpr int64_t GROUP = 128;    // Values along a matrix row that share a scale, where scales change along it.
+constexpr int64_t AHEAD = 2048;   // Bytes between what is multiplied and what is fetched then.
+constexpr int64_t MAX_BLOCK = 64; // Matrix rows of one task, at most; the distance of rows of results.
+#ifdef __AVX512F__
+constexpr int ROWS = 6;           // Token rows multiplied at once: 24 sums of the 32 registers.
+#else
+constexpr int ROWS = 2;           // 8 sums of 16.
+#endif
+constexpr int64_t TILE_ROWS = 3 * ROWS;  // Token rows that stay in the first cache while a matrix goes by.
+
+// Rows of a matrix, one after another, of bf16 or fp8 values. A value stands for itself times a scale.
+template <typename W>
+struct Rows {
+    const W *values;
+    int64_t depth;            // Of a row.
+    const float *scales;      // Null: none.
+    int64_t rows_per_scale;
+    int64_t groups;           // Scales along a row.
+    int64_t first;            // Number of the first row, in the matrix whose first scale is scales[0].
+
+    Rows from(int64_t row) const { return {values + row * depth, depth, scales, rows_per_scale, groups, first + row}; }
+    const float *scales_of(int64_t row) const { return scales + (first + row) / rows_per_scale * groups; }
+};
+
+// What to fetch into the cache while multiplying: `lines` cache lines for each that is read, from `from` on.
+struct Fetch {
+    const char *from;
+    int64_t lines;
+};
+
+// out[r][c] = x[r] . w[c] for R token rows and COLUMNS matrix rows. GROUPED: scales change along the rows, and are applied here;
+// they are the same for all of these matrix rows, which are not on both sides of a multiple of GROUP.
+template <int R, bool GROUPED, typename W>
+static void multiply_tile(
+    const bf16 *const *x, const Rows<W> &w, const float *scales, Fetch fetch,
+    float *out) {
+    constexpr int64_t LINE = 64 / sizeof(W);
+    Sum totals[R][COLUMNS] = {};
+    int64_t k = 0;
+    for (int64_t group = 0; k < w.depth; group++) {
+        Sum sums[R][COLUMNS] = {};
+        int64_t end = GROUPED ? std::min(w.depth, k + GROUP) : w.depth;
+        for (; k + STEP <= end; k += STEP) {
+            if (k % LINE == 0)
+                for (int64_t i = 0; i < fetch.lines; i++, fetch.from += 64) __builtin_prefetch(fetch.from);
+            Packed values[COLUMNS];
+            for (int c = 0; c < COLUMNS; c++) values[c] = load(w.values + c * w.depth + k);
+            for (int r = 0; r < R; r++) {
+                Packed row = load(x[r] + k);
+                for (int c = 0; c < COLUMNS; c++) sums[r][c] = add_products(sums[r][c], values[c], row);
+            }
+        }
+        if (k < end) {
+            Packed values[COLUMNS];
+            for (int c = 0; c < COLUMNS; c++) values[c] = load_first(w.values + c * w.depth + k, end - k);
+            for (int r = 0; r < R; r++) {
+                Packed row = load_first(x[r] + k, end - k);
+                for (int c = 0; c < COLUMNS; c++) sums[r][c] = add_products(sums[r][c], values[c], row);
+            }
+            k = end;
+        }
+        float scale = GROUPED ? scales[group] : 1.0f;
+        for (int c = 0; c < COLUMNS; c++)
+            for (int r = 0; r < R; r++) totals[r][c] = GROUPED ? totals[r][c] + sums[r][c] * scale : sums[r][c];
+    }
+    for (int r = 0; r < R; r++) reduce4(totals[r], out + r * MAX_BLOCK);
+}
+
+// The same by one matrix row after another, `columns` <= COLUMNS of them: memory is read in one stream, which is faster for one or
+// two token rows.
+template <int R, bool GROUPED, typename W>
+static void multiply_stream(const bf16 *const *x, const Rows<W> &w, int64_t columns, float *out) {
+    Sum sums[R][COLUMNS] = {};
+    for (int64_t c = 0; c < columns; c++) {
+        const W *values = w.values + c * w.depth;
+        const float *scales = GROUPED ? w.scales_of(c) : nullptr;
+        Sum total[R] = {}, sum[R] = {};
+        for (int64_t k = 0; k < w.depth; k += STEP) {
+            if (GROUPED && k % GROUP == 0 && k)
+                for (int r = 0; r < R; r++) total[r] += sum[r] * scales[k / GROUP - 1], sum[r] = Sum{};
+            int64_t left = w.depth - k;
+            __builtin_prefetch((const char *)(values + k) + AHEAD);
+            Packed packed = left < STEP ? load_first(values + k, left) : load(values + k);
+            for (int r = 0; r < R; r++)
+                sum[r] = add_products(sum[r], packed, left < STEP ? load_first(x[r] + k, left) : load(x[r] + k));
+        }
+        for (int r = 0; r < R; r++) sums[r][c] = GROUPED ? total[r] + sum[r] * scales[w.groups - 1] : sum[r];
+    }
+    for (int r = 0; r < R; r++) {
+        float found[COLUMNS];
+        reduce4(sums[r], found);
+        for (int64_t c = 0; c < columns; c++) out[r * MAX_BLOCK + c] = found[c];
+    }
+}
+
+// The tile for 1 to ROWS rows; grouped sums take twice the registers, so half as many rows.
+template <bool GROUPED, typename W>
+static void multiply_rows(
+    int64_t rows, const bf16 *const *x, const Rows<W> &w, const float *scales, Fetch fetch,
+    float *out) {
+    switch (rows) {
+        case 1: return multiply_tile<1, GROUPED>(x, w, scales, fetch, out);
+#ifdef __AVX512F__
+        case 2: return multiply_tile<2, GROUPED>(x, w, scales, fetch, out);
+        case 3: return multiply_tile<3, GROUPED>(x, w, scales, fetch, out);
+#endif
+    }
+    if constexpr (!GROUPED) switch (rows) {
+#ifdef __AVX512F__
+        case 4: return multiply_tile<4, GROUPED>(x, w, scales, fetch, out);
+        case 5: return multiply_tile<5, GROUPED>(x, w, scales, fetch, out);
+        case 6: return multiply_tile<6, GROUPED>(x, w, scales, fetch, out);
+#else
+        case 2: return multiply_tile<2, GROUPED>(x, w, scales, fetch, out);
+#endif
+    }
+}
+
+// COLUMNS matrix rows with all token rows, in groups. fetch: the matrix is in memory, not in a cache.
+template <bool GROUPED, typename W>
+static void multiply_columns(int64_t rows, const bf16 *const *x, const Rows<W> &w, bool fetch, float *out) {
+    if (fetch && rows == 1) return multiply_stream<1, GROUPED>(x, w, COLUMNS, out);
+    if (fetch && rows == 2) return multiply_stream<2, GROUPED>(x, w, COLUMNS, out);
+    constexpr int64_t AT_ONCE = GROUPED ? ROWS / 2 : ROWS;
+    const float *scales = GROUPED ? w.scales_of(0) : nullptr;
+    int64_t groups = (rows + AT_ONCE - 1) / AT_ONCE;
+    for (int64_t g = 0, first = 0; g < groups; g++, first += AT_ONCE) {
+        // The groups share the fetching of the matrix rows that follow, so that memory is never idle.
+        int64_t lines = COLUMNS * g / groups, lines_end = fetch ? COLUMNS * (g + 1) / groups : lines;
+        Fetch next = {(const char *)w.from(COLUMNS + lines).values, lines_end - lines};
+        multiply_rows<GROUPED>(std::min(AT_ONCE, rows - first), x + first, w, scales, next, out + first * MAX_BLOCK);
+    }
+}
+
+template <bool GROUPED, typename W>
+static void multiply_block(int64_t rows, const bf16 *const *x, const Rows<W> &w, int64_t columns, bool fetch, float *out) {
+    int64_t c = 0;
+    for (; c + COLUMNS <= columns; c += COLUMNS) multiply_columns<GROUPED>(rows, x, w.from(c), fetch, out + c);
+    for (int64_t r = 0; c < columns && r < rows; r++)
+        multiply_stream<1, GROUPED>(x + r, w.from(c), columns - c, out + r * MAX_BLOCK + c);
+}
+
+// out[r][c] = x[r] . w[c] + bias[c], rows of out MAX_BLOCK apart; rows <= TILE_ROWS, columns <= MAX_BLOCK. bias may be null.
+template <typename W>
+static void multiply(
+    int64_t rows, const bf16 *const *x, const Rows<W> &w, int64_t columns, const bf16 *bias, bool fetch, float *out) {
+    bool grouped = w.scales && w.groups > 1;
+    if (grouped) multiply_block<true>(rows, x, w, columns, fetch, out);
+    else multiply_block<false>(rows, x, w, columns, fetch, out);
+    for (int64_t c = 0; c < columns && (bias || (w.scales && !grouped)); c++) {
+        float scale = w.scales && !grouped ? *w.scales_of(c) : 1.0f, shift = bias ? widen(bias[c]) : 0.0f;
+        for (int64_t r = 0; r < rows; r++) out[r * MAX_BLOCK + c] = out[r * MAX_BLOCK + c] * scale + shift;
+    }
+}

@@ -1,0 +1,152 @@
+// bfloat16 vectors and float32 sums, as wide as the instruction set that this is compiled for has them.
+//
+// Packed: STEP consecutive bfloat16 values. Sum: float32 partial sums of a dot product. load(from) reads STEP values, of bfloat16
+// or FP8; load_first(from, count) the first count < STEP, then zeros.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+typedef uint16_t bf16;  // The bits.
+typedef uint8_t fp8;    // The bits of a float8 e4m3 without infinities (e4m3fn). NaN is not kept: loading refuses it.
+
+static inline float widen(bf16 value) {
+    uint32_t bits = uint32_t(value) << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+// To the nearest, ties to even; NaN stays NaN.
+static inline bf16 narrow(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    return bf16((bits & 0x7FFFFFFF) > 0x7F800000 ? (bits >> 16) | 0x40 : rounded);
+}
+
+// Exact. A normal e4m3 has its exponent and mantissa in the places of bfloat16's lowest, 120 less in the exponent's bias; of the
+// subnormal, m * 2^-9, there are eight.
+static inline bf16 widen_fp8(fp8 value) {
+    uint32_t magnitude = value & 0x7F, bits;
+    float small = float(magnitude) * 0x1p-9f;
+    memcpy(&bits, &small, sizeof bits);
+    return bf16((magnitude < 8 ? bits >> 16 : (magnitude << 4) + 0x3C00) | (uint32_t(value) & 0x80) << 8);
+}
+
+#ifdef __AVX512F__
+
+// The same for 32 values.
+static inline __m512i widen_fp8(__m256i values) {
+    static const uint16_t SMALL[32] = {0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60};
+    __m512i wide = _mm512_cvtepi8_epi16(values);
+    __m512i magnitude = _mm512_and_si512(wide, _mm512_set1_epi16(0x7F));
+    __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(0x3C00));
+    __mmask32 small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+    __m512i found = _mm512_mask_permutexvar_epi16(normal, small, magnitude, _mm512_loadu_si512(SMALL));
+    return _mm512_or_si512(found, _mm512_and_si512(wide, _mm512_set1_epi16(int16_t(0x8000))));
+}
+
+#endif
+
+#ifdef __AVX512BF16__
+
+typedef __m512bh Packed;
+typedef __m512 Sum;
+constexpr int64_t STEP = 32;
+
+static inline Packed load(const bf16 *from) { return (Packed)_mm512_loadu_si512(from); }
+
+static inline Packed load_first(const bf16 *from, int64_t count) {
+    return (Packed)_mm512_maskz_loadu_epi16((__mmask32(1) << count) - 1, from);
+}
+
+static inline Sum add_products(Sum sum, Packed a, Packed b) { return _mm512_dpbf16_ps(sum, a, b); }
+
+#else
+
+#if defined(__AVX512F__)
+constexpr int BYTES = 64;
+#elif defined(__AVX2__)
+constexpr int BYTES = 32;
+#else
+constexpr int BYTES = 16;
+#endif
+
+typedef uint32_t Packed __attribute__((vector_size(BYTES)));
+typedef float Sum __attribute__((vector_size(BYTES)));
+constexpr int64_t STEP = BYTES / 2;
+
+static inline Packed load(const bf16 *from) {
+    Packed packed;
+    memcpy(&packed, from, sizeof packed);
+    return packed;
+}
+
+static inline Packed load_first(const bf16 *from, int64_t count) {
+    bf16 values[STEP] = {};
+    memcpy(values, from, count * sizeof(bf16));
+    return load(values);
+}
+
+// A 32-bit lane holds two values: the upper one is a float32 once the lower is cleared, the lower once it is moved up.
+static inline Sum add_products(Sum sum, Packed a, Packed b) {
+    sum += (Sum)(a << 16) * (Sum)(b << 16);
+    return sum + (Sum)(a & 0xFFFF0000u) * (Sum)(b & 0xFFFF0000u);
+}
+
+#endif
+
+#ifdef __AVX512F__
+
+static inline Packed load(const fp8 *from) {
+    return (Packed)widen_fp8(_mm256_loadu_si256((const __m256i *)from));
+}
+
+#else
+
+static inline Packed load(const fp8 *from) {
+    bf16 values[STEP];
+    for (int64_t i = 0; i < STEP; i++) values[i] = widen_fp8(from[i]);
+    return load(values);
+}
+
+#endif
+
+static inline Packed load_first(const fp8 *from, int64_t count) {
+    fp8 values[STEP] = {};
+    memcpy(values, from, count);
+    return load(values);
+}
+
+// out[i] = the sum over the lanes of sums[i], for 4 of them.
+#ifdef __AVX512F__
+
+static inline void reduce4(const Sum *sums, float *out) {
+    __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
+    __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
+    __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
+    __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
+    __m512 four = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    __m128 first = _mm_add_ps(_mm512_castps512_ps128(four), _mm512_extractf32x4_ps(four, 1));
+    __m128 second = _mm_add_ps(_mm512_extractf32x4_ps(four, 2), _mm512_extractf32x4_ps(four, 3));
+    _mm_storeu_ps(out, _mm_add_ps(first, second));
+}
+
+#else
+
+static inline void reduce4(const Sum *sums, float *out) {
+    for (int i = 0; i < 4; i++) {
+        float lanes[BYTES / 4];
+        memcpy(lanes, &sums[i], sizeof lanes);
+        for (int width = BYTES / 8; width; width /= 2)
+            for (int j = 0; j < width; j++) lanes[j] += lanes[j + width];
+        out[i] = lanes[0];
+    }
+}
+
+#endif
