@@ -215,11 +215,34 @@ def _read_rank(folder: Path, rank: int, meta: RecordMeta) -> dict[str, Array]:
         raise ConfigError(
             f"{path}: is damaged, or not an npz file without pickles: {str(error) or repr(error)}"
         ) from error
-    num_windows = len(part["first_step_W"])
-    wanted = (num_windows, len(PHASES), meta.num_layers, meta.num_experts)
-    if part["counts_WPLE"].shape != wanted:
-        raise ConfigError(f"{path}: counts_WPLE has shape {part['counts_WPLE'].shape}, wanted {wanted}")
+    _check(path, part, meta)
     return part
+
+
+def _check(path: Path, part: dict[str, Array], meta: RecordMeta) -> None:
+    sizes = {
+        "W": part["first_step_W"].size, "P": len(PHASES), "L": meta.num_layers, "E": meta.num_experts, "K": meta.top_k,
+        "t": part["routes_step_t"].size,
+    }  # fmt: skip
+    for name, array in part.items():
+        wanted = tuple(sizes[axis] for axis in name.rpartition("_")[2])
+        if array.shape != wanted or array.dtype.kind not in "iuf":
+            raise ConfigError(
+                f"{path}: {name} is {array.dtype} of shape {array.shape}, wanted numbers of shape {wanted}"
+            )
+    for name, least, limit in (
+        ("routes_topk_ids_tLK", -1, meta.num_experts),
+        ("routes_phase_t", 0, len(PHASES)),
+        ("placement_W", 0, len(meta.placements)),
+        ("counts_WPLE", 0, 2**62),
+        ("tokens_WP", 0, 2**62),
+        ("num_steps_W", 0, 2**62),
+    ):
+        array = part[name]
+        if array.size and not (least <= array.min() and array.max() < limit):
+            raise ConfigError(
+                f"{path}: {name} has values from {array.min()} to {array.max()}, allowed are {least} to {limit - 1}"
+            )
 
 
 def _from_step(part: dict[str, Array], first: int) -> dict[str, Array]:

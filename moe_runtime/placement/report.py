@@ -40,6 +40,7 @@ from moe_runtime.placement.report_views import (
 )
 from moe_runtime.placement.simulate import Estimate, ratio_estimate
 from moe_runtime.placement.stored import Array
+from moe_runtime.placement.traffic import MIN_ROUTES
 
 MAX_TIMES = 48
 """Points on the axis of time."""
@@ -136,7 +137,8 @@ def _notes(setup: Setup) -> list[str]:
         )
     elif setup.bytes_from != "routes":
         notes.append(
-            "Not all judged windows have routes of every rank: where there are none, traffic between ranks is expected from counts."
+            f"Not all judged windows have routes of {MIN_ROUTES} tokens of each rank, or of all its tokens: elsewhere traffic between ranks"
+            " is expected from counts."
         )
     if not setup.record.meta.split and setup.options.split is None:
         notes.append(f"The record does not say how ranks chose among copies: {setup.split} is assumed.")

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.helpers.plain_split import Rows, by_static, by_waterfill
+from tests.helpers.plain_split import Rows, by_counts, by_static
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from moe_runtime.placement.cost import Cluster, Hardware
 
 Slots = list[list[list[int]]]
@@ -28,7 +30,7 @@ def read_raw(folder: Path) -> Any:
     parts = [dict(np.load(folder / f"rank{rank}.npz")) for rank in range(meta["num_ranks"])]
     return SimpleNamespace(
         meta=SimpleNamespace(**meta), first_step_W=parts[0]["first_step_W"], num_steps_W=parts[0]["num_steps_W"],
-        end_time_W=parts[0]["end_time_W"], counts_WPNLE=np.stack([p["counts_WPLE"] for p in parts], axis=2),
+        end_time_W=parts[0]["end_time_W"], placement_W=parts[0]["placement_W"], counts_WPNLE=np.stack([p["counts_WPLE"] for p in parts], axis=2),
         tokens_WPN=np.stack([p["tokens_WP"] for p in parts], axis=2), wait_us_WN=np.stack([p["wait_us_W"] for p in parts], axis=1),
         forward_us_WN=np.stack([p["forward_us_W"] for p in parts], axis=1),
         routes=[
@@ -51,10 +53,36 @@ class Plain:
         self.layers = range(record.meta.num_layers)
         self._placed: dict[Any, Rows] = {}
 
+    def audit(self, version: int, before: Slots, after: Slots) -> tuple[float, float, float]:
+        """Gain and interval on the windows under a placement of the record, numbered anew and all judged."""
+        record = self.record
+        under = np.flatnonzero(record.placement_W == version).tolist()
+        kept = [
+            route
+            for route in record.routes
+            if sum(first <= route[1] for first in record.first_step_W.tolist()) - 1 in under
+        ]
+        changes = {name: getattr(record, name)[under] for name in vars(record) if "_W" in name}
+        part = SimpleNamespace(**{**vars(record), **changes, "routes": kept})
+        plain = Plain(
+            part, self.hardware, self.cluster, list(range(len(under))), self.steps, self.split, "all"
+        )
+        plain.half = 0
+        return plain.gain_interval(plain.times(before), plain.times(after))
+
     def count(self, w: int) -> tuple[np.ndarray, np.ndarray]:
         """Pairs [rank][layer][expert] and tokens [rank] of a window, the phases that count together."""
         record = self.record
         return record.counts_WPNLE[w][self.phases].sum(axis=0), record.tokens_WPN[w][self.phases].sum(axis=0)
+
+    def together(self, windows: Sequence[int]) -> tuple[np.ndarray, np.ndarray, int]:
+        """Pairs, tokens and steps of several windows."""
+        counted = [self.count(w) for w in windows]
+        return (
+            np.sum([counts for counts, _ in counted], axis=0),
+            np.sum([tokens for _, tokens in counted], axis=0),
+            sum(int(self.record.num_steps_W[w]) for w in windows),
+        )
 
     def draw(self, w: int, i: int) -> tuple[np.ndarray, np.ndarray]:
         counts, tokens = self.count(w)
@@ -86,15 +114,27 @@ class Plain:
             for r, t in zip(routes, tokens.tolist(), strict=True)
         ]
 
-    def place(self, slots: Slots, layer: int, counts: np.ndarray) -> Rows:
+    def method(self, pairs: np.ndarray, tokens: np.ndarray, num_steps: int) -> str:
+        """What the split comes to for a layer's pairs [rank][expert] in a step, the mean one if there are several."""
+        if self.split == "auto" and max(tokens.tolist()) / num_steps < 64:
+            return "static"
+        if self.split not in ("auto", "dynamic"):
+            return self.split
+        active = sum(sum(row[e] for row in pairs.tolist()) > 0 for e in range(pairs.shape[1]))
+        return "one_replica" if pairs.sum() / num_steps < 32 * active else "waterfill"
+
+    def place(
+        self, slots: Slots, layer: int, counts: np.ndarray, tokens: np.ndarray, num_steps: int = 1
+    ) -> Rows:
         """[source][expert] -> {rank: rows}."""
         ours = counts[:, layer]
-        key = (json.dumps(slots[layer]), ours.tobytes())
+        method = self.method(ours, tokens, num_steps)
+        key = (method, json.dumps(slots[layer]), ours.tobytes())
         if key not in self._placed:
-            if self.split == "static":
+            if method == "static":
                 self._placed[key] = by_static(slots[layer], ours)
             else:
-                self._placed[key] = by_waterfill(slots[layer], ours, self.cluster.ranks_per_node)
+                self._placed[key] = by_counts(method, slots[layer], ours, self.cluster.ranks_per_node)
         return self._placed[key]
 
     def target(self, slots: Slots, layer: int, source: int, expert: int) -> int:
@@ -102,11 +142,13 @@ class Plain:
         where = [n for n in self.ranks if expert in slots[layer][n]]
         return source if source in where else where[source % len(where)]
 
-    def rows(self, slots: Slots, counts: np.ndarray) -> list[list[dict[int, float]]]:
+    def rows(
+        self, slots: Slots, counts: np.ndarray, tokens: np.ndarray, num_steps: int = 1
+    ) -> list[list[dict[int, float]]]:
         """[layer][rank] -> {expert: rows}."""
         rows: list[list[dict[int, float]]] = [[{} for _ in self.ranks] for _ in self.layers]
         for layer in self.layers:
-            for of_source in self.place(slots, layer, counts):
+            for of_source in self.place(slots, layer, counts, tokens, num_steps):
                 for expert, of_expert in enumerate(of_source):
                     for rank, pairs in of_expert.items():
                         of_rank = rows[layer][rank]
@@ -117,7 +159,7 @@ class Plain:
         self, slots: Slots, counts: np.ndarray, tokens: np.ndarray, layer: int, w: int, i: int
     ) -> np.ndarray:
         """Token rows from rank to rank, each token once."""
-        placed, routes = self.place(slots, layer, counts), self.routes_of(w)
+        placed, routes = self.place(slots, layer, counts, tokens), self.routes_of(w)
         weights = self.weights(w, i, tokens)
         sent = np.zeros((len(self.ranks),) * 2)
         for a in self.ranks:
@@ -189,7 +231,7 @@ class Plain:
             "fullest": 0.0,
         }
         got["bytes"], got["wait"] = np.zeros((num, num)), np.zeros((num, num))
-        rows = self.rows(slots, counts)
+        rows = self.rows(slots, counts, tokens)
         for layer in self.layers:
             tiled = [self.compute_us(rows[layer][n], self.hardware.tile_rows) for n in self.ranks]
             plain = [self.compute_us(rows[layer][n], 1) for n in self.ranks]
@@ -213,6 +255,14 @@ class Plain:
         got["total"] = got["even"] + got["imbalance"] + got["padding"] + got["incast"]
         return got
 
+    def times(self, slots: Slots) -> list[float]:
+        """By judged window: mean over its steps."""
+        steps = [range(min(int(self.record.num_steps_W[w]), self.steps)) for w in self.windows]
+        return [
+            sum(self.step(slots, w, i)["total"] for i in drawn) / len(drawn)
+            for w, drawn in zip(self.windows, steps, strict=True)
+        ]
+
     def judge(self, slots: Slots) -> dict[str, Any]:
         """Means over steps, then over windows; `times` by window."""
         by_window = [
@@ -235,14 +285,14 @@ class Plain:
 
     def mean_imbalance(self, slots: Slots, windows: list[int]) -> float:
         """Of the windows' mean load, scaled to the pairs of a judged step."""
-        counts = sum(self.count(w)[0] for w in windows)
-        rows = self.rows(slots, np.asarray(counts))
+        counts, _, _ = self.together(windows)
+        rows = self.rows(slots, *self.together(windows))
         total = 0.0
         for layer in self.layers:
             wanted = sum(
                 self.count(w)[0][:, layer].sum() / self.record.num_steps_W[w] for w in self.windows
             ) / len(self.windows)
-            scale = wanted / np.asarray(counts)[:, layer].sum()
+            scale = wanted / counts[:, layer].sum()
             times = [
                 self.compute_us({e: r * scale for e, r in rows[layer][n].items()}, 1) for n in self.ranks
             ]

@@ -27,12 +27,11 @@ def by_static(slots: list[list[int]], counts_NE: np.ndarray) -> Rows:
     return result
 
 
-def by_waterfill(slots: list[list[int]], counts_NE: np.ndarray, ranks_per_node: int) -> Rows:
-    """The project's split, after asserting that it is one: no pair is lost, the fullest rank is as level as can be, and sources use
-    their own replica, then those of their node, as far as that allows."""
+def by_counts(method: str, slots: list[list[int]], counts_NE: np.ndarray, ranks_per_node: int) -> Rows:
+    """The project's waterfill or one_replica, after asserting that it is one."""
     num_experts = counts_NE.shape[1]
     replicas = Replicas.of(np.array(slots), num_experts)
-    rows_NEC = split_rows("waterfill", counts_NE, replicas, ranks_per_node=ranks_per_node)
+    rows_NEC = split_rows(method, counts_NE, replicas, ranks_per_node=ranks_per_node)
     result: Rows = [[{} for _ in range(num_experts)] for _ in slots]
     for (source, expert, c), rows in np.ndenumerate(rows_NEC):
         slot = int(replicas.slot_EC[expert, c])
@@ -42,16 +41,34 @@ def by_waterfill(slots: list[list[int]], counts_NE: np.ndarray, ranks_per_node: 
             rank = slot // len(slots[0])
             assert expert in slots[rank]
             result[source][expert][rank] = int(rows)
-    check_waterfill(slots, counts_NE.tolist(), result, ranks_per_node)
+    counts = counts_NE.tolist()
+    for of_source, wanted in zip(result, counts, strict=True):
+        assert [sum(of_expert.values()) for of_expert in of_source] == wanted
+    if method == "waterfill":
+        check_waterfill(slots, counts, result, ranks_per_node)
+    else:
+        check_one_replica(slots, counts, result)
     return result
 
 
+def check_one_replica(slots: list[list[int]], counts: list[list[int]], rows: Rows) -> None:
+    """All of an expert's pairs go to one rank, and no choice has fewer experts to read on the fullest rank."""
+    ranks, experts = range(len(slots)), range(len(counts[0]))
+    where = [[n for n in ranks if e in slots[n]] for e in experts]
+    reads = [0] * len(slots)
+    for e in experts:
+        used = {n for of_source in rows for n, pairs in of_source[e].items() if pairs}
+        assert len(used) == any(row[e] for row in counts)
+        for n in used:
+            reads[n] += 1
+    assert max(reads) == fewest_rows([int(any(row[e] for row in counts)) for e in experts], where, len(slots))
+
+
 def check_waterfill(slots: list[list[int]], counts: list[list[int]], rows: Rows, ranks_per_node: int) -> None:
+    """The fullest rank is as level as can be, and sources use their own replica, then those of their node, as far as that allows."""
     ranks, experts = range(len(slots)), range(len(counts[0]))
     where = [[n for n in ranks if e in slots[n]] for e in experts]
     for e in experts:
-        for source in ranks:
-            assert sum(rows[source][e].values()) == counts[source][e]
         taken = {n: sum(rows[source][e][n] for source in ranks) for n in where[e]}
         for n in where[e]:
             assert rows[n][e][n] == min(counts[n][e], taken[n])

@@ -60,10 +60,12 @@ function paint(canvas, matrix, toShare) {
   context.putImageData(image, 0, 0);
 }
 
-// Numbers in the cells of a small matrix.
+// Numbers in the cells of a small matrix, where they are wide enough.
 function labels(matrix, toShare) {
-  const grid = element("div", { class: "labels", "aria-hidden": "true", style: `grid-template-columns:repeat(${matrix[0].length},minmax(0,1fr))` });
-  for (const value of matrix.flat()) grid.append(element("span", { class: toShare(value) > 0.6 ? "dark" : "" }, short(value)));
+  const columns = matrix[0].length;
+  const grid = element("div", { class: "labels", "aria-hidden": "true", style: `grid-template-columns:repeat(${columns},minmax(0,1fr))` });
+  for (const value of matrix.flat()) grid.append(element("span", { class: toShare(value) > 0.5 ? "dark" : "" }, short(value)));
+  new ResizeObserver(() => { grid.style.visibility = grid.clientWidth < 40 * columns ? "hidden" : "visible"; }).observe(grid);
   return grid;
 }
 
@@ -116,18 +118,20 @@ function drawing(id, height, label, draw) {
   return figure;
 }
 
-function ticks(low, high) {
+function ticks(low, high, least = 0) {
   const rough = (high - low) / 4 || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map(m => m * power).find(s => s >= rough * 0.999);
+  const step = [1, 2, 5, 10].map(m => m * power).find(s => s >= rough * 0.999 && s >= least);
   const first = Math.ceil(low / step - 1e-9);
   return numbers(Math.floor(high / step + 1e-9) - first + 1).map(i => (first + i) * step);
 }
 
-// series: [{name, points: [[x, y]], bars: [[x, low, high]], colour, dash}]; across: title of the axis below
-function lines(id, label, series, across, say = short, floor = 0, height = 230) {
+// series: [{name, points: [[x, y]], bars: [[x, low, high]], colour, dash}]; across: title of the axis below; options: say (y to text),
+// shown (ys that the axis holds at least), whole (x are whole numbers), at (where x has labels)
+function lines(id, label, series, across, { say = short, shown = [0], whole = false, at = null } = {}) {
+  const height = 230;
   const points = series.flatMap(s => [...s.points, ...(s.bars || []).flatMap(([x, low, high]) => [[x, low], [x, high]])]);
-  const xs = points.map(p => p[0]), ys = points.map(p => p[1]).concat(floor);
+  const xs = points.map(p => p[0]), ys = points.map(p => p[1]).concat(shown);
   const [left, right, top, bottom] = [52, 16, 10, 40];
   const range = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys) || 1];
   const figure = drawing(id, height, label, (add, width) => {
@@ -137,13 +141,13 @@ function lines(id, label, series, across, say = short, floor = 0, height = 230) 
       add("path", { d: `M${left} ${y(value)}H${width - right}`, class: Math.abs(value) < 1e-12 ? "zero" : "axis" });
       add("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, say(value));
     }
-    const wanted = ticks(range[0], range[1]).filter(v => v >= range[0] && v <= range[1]);
-    for (const value of wanted) add("text", { x: x(value), y: height - bottom + 16, "text-anchor": "middle" }, short(value));
+    const wanted = (at || ticks(range[0], range[1], whole ? 1 : 0)).filter(v => v >= range[0] && v <= range[1]);
+    for (const value of wanted.filter((v, i) => !i || x(v) - x(wanted[i - 1]) > 20)) add("text", { x: x(value), y: height - bottom + 16, "text-anchor": "middle" }, short(value));
     add("text", { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, across);
     for (const line of series) {
       const path = line.points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
       add("path", { d: path, fill: "none", "stroke-width": 2, "stroke-dasharray": line.dash || "none", style: `stroke:var(${line.colour})` });
-      for (const [at, low, high] of line.bars || []) add("path", { d: `M${x(at)} ${y(low)}V${y(high)}m-5 0h10M${x(at) - 5} ${y(low)}h10`, style: `stroke:var(${line.colour})` });
+      for (const [place, low, high] of line.bars || []) add("path", { d: `M${x(place)} ${y(low)}V${y(high)}m-5 0h10M${x(place) - 5} ${y(low)}h10`, style: `stroke:var(${line.colour})` });
       if (line.points.length <= 64) for (const p of line.points) add("circle", { cx: x(p[0]), cy: y(p[1]), r: 3, style: `fill:var(${line.colour})` });
     }
   });
@@ -177,7 +181,7 @@ function legend(entries) {
 
 // Intervals on one axis with zero: [[name, {mean, low, high}]]
 function intervals(id, label, entries) {
-  const values = entries.flatMap(([, g]) => [g.mean, g.low, g.high]).filter(v => v !== null).concat(0);
+  const values = entries.flatMap(([, g]) => [g.mean, g.low, g.high]).filter(v => v !== null).concat(0, 0.01);
   const low = Math.min(...values), high = Math.max(...values), height = 34 + 44 * entries.length;
   const figure = drawing(id, height, label, (add, width) => {
     const x = value => 20 + (value - low) / (high - low || 1) * (width - 50);
@@ -251,7 +255,7 @@ function layers() {
     })));
   const figure = lines("fullest", "Rows of the fullest rank over those of the mean rank, by layer", [
     { name: "before", points: fullest_before_L.map((v, l) => [l, v]), colour: "--c2", dash: "5 4" },
-    { name: "after", points: fullest_after_L.map((v, l) => [l, v]), colour: "--c1" }], "layer", short, 1);
+    { name: "after", points: fullest_after_L.map((v, l) => [l, v]), colour: "--c1" }], "layer", { shown: [1, 1.1], whole: true });
   addTable(figure, "Table", () => table(["layer", "before", "after"], fullest_before_L.map((v, l) => [l, v, fullest_after_L[l]])));
   if (report.reasons.length) addTable(document.getElementById("reasons"), `Why each of ${report.reasons.length} experts has several replicas`, () => table(
     ["layer", "expert", "replicas on ranks", "why"], report.reasons.map(r => [r.layer, r.expert, r.ranks.join(", "), r.why]), [2, 3]));
@@ -260,7 +264,7 @@ function layers() {
 function overTime() {
   const { seconds_T, before_TN, after_TN, first_judged } = report.over_time;
   const values = [before_TN, after_TN].flat(2);
-  const low = values.reduce((a, b) => Math.min(a, b), 1), high = values.reduce((a, b) => Math.max(a, b), 1);
+  const low = values.reduce((a, b) => Math.min(a, b), 0.9), high = values.reduce((a, b) => Math.max(a, b), 1.1);
   pairOfHeats("time", transpose(before_TN), transpose(after_TN), {
     rows: "rank", columns: "second", ends: [short(seconds_T[0]), short(seconds_T[seconds_T.length - 1])], low, high,
     say: "times the mean rank", mark: first_judged / seconds_T.length, names: seconds_T.map(s => short(s) + " s"), label: "Rows of ranks over time",
@@ -279,7 +283,7 @@ function between() {
 function sweep() {
   const points = report.sweep.map(p => [p.redundant, p.gain.mean]);
   const bars = report.sweep.filter(p => p.gain.low !== null).map(p => [p.redundant, p.gain.low, p.gain.high]);
-  const figure = lines("sweep", "Gain by number of redundant experts", [{ name: "gain", points, bars, colour: "--c1" }], "redundant experts per layer", percent);
+  const figure = lines("sweep", "Gain by number of redundant experts", [{ name: "gain", points, bars, colour: "--c1" }], "redundant experts per layer", { say: percent, at: points.map(p => p[0]) });
   addTable(figure, "Table", () => table(["redundant", "step, us", "gain", "lower bound", "upper bound", "balanced", "bytes per rank"],
     report.sweep.map(p => [p.redundant, p.step_us.mean, percent(p.gain.mean), percent(p.gain.low), percent(p.gain.high), p.balancedness, p.bytes_per_rank])));
 }
