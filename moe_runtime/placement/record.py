@@ -164,8 +164,9 @@ def load_record(folder: Path) -> LoadRecord:
         )
     if meta.split not in ("", *RUN_TIME_SPLITS):
         raise ConfigError(
-            f"record {str(folder)!r}: split {meta.split!r} must be one of {', '.join(RUN_TIME_SPLITS)}"
+            f"record {str(folder)!r}: {META_FILE}: split {meta.split!r} must be one of {', '.join(RUN_TIME_SPLITS)}"
         )
+    _check_meta(folder, meta)
     parts = [_read_rank(folder, rank, meta) for rank in range(meta.num_ranks)]
     # Ranks may have kept different numbers of windows: what all of them have counts.
     first = max(int(p["first_step_W"][0]) if len(p["first_step_W"]) else 0 for p in parts)
@@ -198,6 +199,26 @@ def load_record(folder: Path) -> LoadRecord:
     )
 
 
+def _check_meta(folder: Path, meta: RecordMeta) -> None:
+    where = f"record {str(folder)!r}: {META_FILE}"
+    for name in ("num_layers", "num_experts", "top_k", "num_ranks", "hidden_size", "intermediate_size", "expert_bytes", "row_bytes",
+                 "return_bytes"):  # fmt: skip
+        if getattr(meta, name) < 1:
+            raise ConfigError(f"{where}: {name} is {getattr(meta, name)}, must be at least 1")
+    wanted = (meta.num_layers, meta.num_ranks)
+    for i, placement in enumerate(meta.placements):
+        widths = {len(rank) for layer in placement for rank in layer}
+        ids = {expert for layer in placement for rank in layer for expert in rank}
+        if (len(placement), *{len(layer) for layer in placement}) != wanted or len(widths) != 1:
+            raise ConfigError(
+                f"{where}: placement {i} must have {meta.num_layers} layers of {meta.num_ranks} ranks with equally many slots"
+            )
+        if not ids <= set(range(-1, meta.num_experts)):
+            raise ConfigError(
+                f"{where}: placement {i} has expert {max(ids)}; allowed are -1 to {meta.num_experts - 1}"
+            )
+
+
 def _read_rank(folder: Path, rank: int, meta: RecordMeta) -> dict[str, Array]:
     path = rank_file(folder, rank)
     try:
@@ -226,9 +247,9 @@ def _check(path: Path, part: dict[str, Array], meta: RecordMeta) -> None:
     }  # fmt: skip
     for name, array in part.items():
         wanted = tuple(sizes[axis] for axis in name.rpartition("_")[2])
-        if array.shape != wanted or array.dtype.kind not in "iuf":
+        if array.shape != wanted or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
             raise ConfigError(
-                f"{path}: {name} is {array.dtype} of shape {array.shape}, wanted numbers of shape {wanted}"
+                f"{path}: {name} is {array.dtype} of shape {array.shape}, wanted finite numbers of shape {wanted}"
             )
     for name, least, limit in (
         ("routes_topk_ids_tLK", -1, meta.num_experts),

@@ -51,6 +51,8 @@ class Plain:
         self.half = len(record.num_steps_W) // 2
         self.ranks = range(record.meta.num_ranks)
         self.layers = range(record.meta.num_layers)
+        self.methods: set[str] = set()
+        """What the split came to somewhere."""
         self._placed: dict[Any, Rows] = {}
 
     def audit(self, version: int, before: Slots, after: Slots) -> tuple[float, float, float]:
@@ -129,6 +131,7 @@ class Plain:
         """[source][expert] -> {rank: rows}."""
         ours = counts[:, layer]
         method = self.method(ours, tokens, num_steps)
+        self.methods.add(method)
         key = (method, json.dumps(slots[layer]), ours.tobytes())
         if key not in self._placed:
             if method == "static":

@@ -83,6 +83,9 @@ def test_every_number_once_more(
     plain = Plain(read_raw(tmp_path), HARDWARE, cluster, report.about.judged_windows, 2, split, phase)
     check_windows(report.about.judged_windows, num_windows)
     old, new = plain.judge(lists(before)), plain.judge(lists(after))
+    assert plain.methods == {"auto": {"static", "waterfill"}, "dynamic": {"one_replica", "waterfill"}}.get(
+        split, {split}
+    )
     check_about(report, plain)
     check_verdict(report, plain, old, new, lists(before), lists(after))
     for losses, wanted in ((report.losses_before, old), (report.losses_after, new)):

@@ -65,7 +65,8 @@ function labels(matrix, toShare) {
   const columns = matrix[0].length;
   const grid = element("div", { class: "labels", "aria-hidden": "true", style: `grid-template-columns:repeat(${columns},minmax(0,1fr))` });
   for (const value of matrix.flat()) grid.append(element("span", { class: toShare(value) > 0.5 ? "dark" : "" }, short(value)));
-  new ResizeObserver(() => { grid.style.visibility = grid.clientWidth < 40 * columns ? "hidden" : "visible"; }).observe(grid);
+  const wide = 6 + 7 * Math.max(...matrix.flat().map(value => short(value).length));
+  new ResizeObserver(() => { grid.style.visibility = grid.clientWidth < wide * columns ? "hidden" : "visible"; }).observe(grid);
   return grid;
 }
 
