@@ -379,21 +379,27 @@ class Plain:
             scale = sum(together.values()) / sum(
                 chosen[a] * chosen[b] for a in chosen for b in chosen if a != b
             )
-            strong = {}
+            strong = set()
             for (a, b), seen in together.items():
                 chance = chosen[a] * chosen[b] * scale
-                strong[a, b] = seen >= 1.5 * chance and seen - chance >= 4 * math.sqrt(chance) + 5
-            group = {e: e for e in chosen}
-            for _ in chosen:  # the lowest number spreads along strong pairs
-                for (a, b), linked in strong.items():
-                    if linked:
-                        group[a] = group[b] = min(group[a], group[b])
-            for name in sorted(set(group.values())):
-                experts = {e for e in group if group[e] == name}
-                if len(experts) > 1:
-                    seen = sum(n for (a, b), n in together.items() if a in experts and b in experts)
-                    chance = sum(chosen[a] * chosen[b] * scale for a in experts for b in experts if a != b)
-                    found.append((layer, sorted(experts), seen / chance, seen // 2))
+                if seen >= 1.5 * chance and seen - chance >= 4 * math.sqrt(chance) + 5:
+                    strong.add((a, b))
+            while strong:
+                # The strongest pair, and then again and again the expert with most in common with all of the group.
+                _, a, b = min((-together[a, b] / (chosen[a] * chosen[b]), a, b) for a, b in strong)
+                group = [a, b]
+                while True:
+                    ties = []
+                    for e in sorted({e for e, other in strong if other in group} - set(group)):
+                        seen = sum(together.get((e, g), 0) for g in group)
+                        ties.append((-seen / sum(chosen[e] * chosen[g] for g in group), e))
+                    if not ties or -min(ties)[0] < 1.5 * scale:
+                        break
+                    group.append(min(ties)[1])
+                strong = {(a, b) for a, b in strong if a not in group and b not in group}
+                seen = sum(together.get((a, b), 0) for a in group for b in group)
+                chance = sum(chosen[a] * chosen[b] * scale for a in group for b in group if a != b)
+                found.append((layer, sorted(group), seen / chance, seen // 2))
         return found
 
     def ranks_per_token(self, slots: Slots) -> float:

@@ -17,11 +17,12 @@ function short(value) {
   if (value === null || value === undefined) return "-";
   if (Number.isInteger(value) && Math.abs(value) < 10000) return String(value);
   const size = Math.abs(value);
-  if (size >= 1e9) return (value / 1e9).toPrecision(3) + "G";
-  if (size >= 1e6) return (value / 1e6).toPrecision(3) + "M";
-  if (size >= 1e4) return (value / 1e3).toPrecision(3) + "k";
+  for (const [least, unit, letter] of [[1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]]) {
+    if (size >= least) return Number((value / unit).toPrecision(3)) + letter;
+  }
   return size > 0 && size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
 }
+const time = us => us >= 1e6 ? short(us / 1e6) + " s" : us >= 1e3 ? short(us / 1e3) + " ms" : short(us) + " µs";
 const percent = value => value === null ? "-" : (Math.round(1000 * value) / 10 + 0).toFixed(1) + " %";
 const numbers = length => Array.from({ length }, (_, i) => i);
 
@@ -133,7 +134,7 @@ function lines(id, label, series, across, { say = short, shown = [0], whole = fa
   const height = 230;
   const points = series.flatMap(s => [...s.points, ...(s.bars || []).flatMap(([x, low, high]) => [[x, low], [x, high]])]);
   const xs = points.map(p => p[0]), ys = points.map(p => p[1]).concat(shown);
-  const [left, right, top, bottom] = [52, 16, 10, 40];
+  const [left, right, top, bottom] = [60, 16, 10, 40];
   const range = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys) || 1];
   const figure = drawing(id, height, label, (add, width) => {
     const x = value => range[1] > range[0] ? left + (value - range[0]) / (range[1] - range[0]) * (width - left - right) : width / 2;
@@ -185,14 +186,14 @@ function intervals(id, label, entries) {
   const values = entries.flatMap(([, g]) => [g.mean, g.low, g.high]).filter(v => v !== null).concat(0, 0.01);
   const low = Math.min(...values), high = Math.max(...values), height = 34 + 44 * entries.length;
   const figure = drawing(id, height, label, (add, width) => {
-    const x = value => 20 + (value - low) / (high - low || 1) * (width - 50);
+    const x = value => 28 + (value - low) / (high - low || 1) * (width - 58);
     for (const value of ticks(low, high)) {
       add("path", { d: `M${x(value)} 0V${height - 22}`, class: Math.abs(value) < 1e-12 ? "zero" : "axis" });
       add("text", { x: x(value), y: height - 6, "text-anchor": "middle" }, percent(value));
     }
     entries.forEach(([name, gain], i) => {
       const y = 30 + 44 * i, ends = [gain.low ?? gain.mean, gain.high ?? gain.mean];
-      add("text", { x: 24, y: y - 12, class: "strong" }, `${name}: ${percent(gain.mean)}`);
+      add("text", { x: 32, y: y - 12, class: "strong" }, `${name}: ${percent(gain.mean)}`);
       add("path", { d: `M${x(ends[0])} ${y}H${x(ends[1])}M${x(ends[0])} ${y - 6}v12M${x(ends[1])} ${y - 6}v12`, "stroke-width": 2, style: "stroke:var(--c1)" });
       add("circle", { cx: x(gain.mean), cy: y, r: 5, style: "fill:var(--c1)" });
     });
@@ -209,14 +210,14 @@ function losses() {
   const sums = both.map(([, parts]) => [PARTS.reduce((s, [key]) => s + Math.min(parts[key], 0), 0), PARTS.reduce((s, [key]) => s + Math.max(parts[key], 0), 0)]);
   const low = Math.min(...sums.map(s => s[0])), high = Math.max(...sums.map(s => s[1])) || 1;
   const figure = drawing("losses", 170, "Parts of the step time before and after", (add, width) => {
-    const x = value => 10 + (value - low) / (high - low) * (width - 40);
+    const x = value => 16 + (value - low) / (high - low) * (width - 46);
     for (const value of ticks(low, high)) {
       add("path", { d: `M${x(value)} 0V146`, class: Math.abs(value) < 1e-12 ? "zero" : "axis" });
-      add("text", { x: x(value), y: 164, "text-anchor": "middle" }, short(value));
+      add("text", { x: x(value), y: 164, "text-anchor": "middle" }, time(value));
     }
     both.forEach(([name, parts], i) => {
       const y = 30 + 66 * i, end = { plus: 0, minus: 0 };
-      add("text", { x: 12, y: y - 9, class: "strong" }, `${name}: ${short(parts.total_us)} microseconds`);
+      add("text", { x: x(0) + 4, y: y - 9, class: "strong" }, `${name}: ${time(parts.total_us)}`);
       for (const [key, , shade] of PARTS) {
         const side = parts[key] < 0 ? "minus" : "plus", from = end[side];
         end[side] += parts[key];
