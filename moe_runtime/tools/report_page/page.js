@@ -34,7 +34,7 @@ function element(name, attributes = {}, ...children) {
 }
 
 function table(head, rows, words = []) {
-  const top = element("tr", {}, ...head.map(text => element("th", { scope: "col" }, text)));
+  const top = element("tr", {}, ...head.map((text, i) => element("th", words.includes(i) ? { scope: "col", class: "words" } : { scope: "col" }, text)));
   const body = rows.map(row => element("tr", {}, ...row.map((cell, i) =>
     i === 0 ? element("th", { scope: "row" }, String(cell))
       : element("td", words.includes(i) ? { class: "words" } : {}, typeof cell === "number" ? short(cell) : String(cell)))));
