@@ -146,7 +146,7 @@ def _groups(together_EE: Array, chance_EE: Array, strong_EE: Array, least: float
     ties an expert to a group, of all its pairs with it together, one of which must be strong.
     """
     free_E = np.ones(len(strong_EE), dtype=bool)
-    found = []
+    found: list[list[int]] = []
     while True:
         linked_EE = strong_EE & free_E & free_E[:, None]
         strength_EE = np.where(linked_EE, together_EE / np.maximum(chance_EE, 1), 0.0)

@@ -225,6 +225,9 @@ def test_simulate(tool: Any, tmp_path: Path, seed: int) -> None:
     for static, filled in zip(outcomes[::2], outcomes[1::2], strict=True):
         assert static["balancedness"] <= filled["balancedness"] + 1e-9
     assert (tmp_path / "out.svg").read_text().startswith("<svg ")
+    assert all(" waterfill " in line for line in tool("simulate", record).splitlines()[2:])
+    write_random_record(record, seed, num_windows=6, split="static")
+    assert all(" static " in line for line in tool("simulate", record).splitlines()[2:])
 
 
 def test_simulations_that_cannot_be(tool: Any, tmp_path: Path, seed: int) -> None:

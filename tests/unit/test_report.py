@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -9,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -412,6 +414,32 @@ def test_audit_holds_the_prediction_against_what_came(seed: int, tmp_path: Path)
     assert near(audit.measured_tokens_after, second.tokens_WPN[10:].sum() / 90)
     with pytest.raises(ConfigError, match="was not in force in any window"):
         analyse(first, options, applied=(planned.after, promise))
+
+
+def test_the_split_is_the_record_s_unless_named(seed: int, tmp_path: Path) -> None:
+    """Records of before say nothing of it."""
+    before = random_placement(random.Random(seed), 2, 7, 4, 3)
+    made = make_record(stationary(20, 2, 7, 0.3, seed), seed, num_ranks=4, placements=(before,))
+    folder = write_record(
+        replace(made, meta=msgspec.structs.replace(made.meta, split="static")), tmp_path / "new"
+    )
+    record = load_record(folder)
+    recorded, static, filled = (
+        report_on(record),
+        report_on(record, split="static"),
+        report_on(record, split="waterfill"),
+    )
+    assert recorded == static
+    assert recorded.about.split == "static"
+    assert recorded.verdict.before_us != filled.verdict.before_us
+    text = json.loads((folder / "record.json").read_text())
+    del text["split"]
+    (folder / "record.json").write_text(json.dumps(text))
+    old = report_on(load_record(folder))
+    assert old.about.split == "waterfill"
+    (note,) = set(old.notes) - set(filled.notes)
+    assert note == "The record does not say how ranks chose among copies: waterfill is assumed."
+    assert msgspec.structs.replace(old, notes=filled.notes) == filled
 
 
 def test_what_cannot_be_reported(seed: int) -> None:
