@@ -12,6 +12,7 @@ import torch
 
 from moe_runtime.attention.base import AttentionNeed
 from moe_runtime.attention.cpu import CpuPagedAttention
+from moe_runtime.attention.cpu_native import NativePagedAttention
 from moe_runtime.attention.deterministic import DeterministicAttention
 from moe_runtime.attention.kv_cache import cache_dtype
 from moe_runtime.attention.reference import ReferenceAttention
@@ -104,17 +105,18 @@ def invariant_only(
     return {name: reasons[name] for name in allowed} | {name: why for name in reasons if name not in allowed}
 
 
+def _native(config: EngineConfig, asked: str, device: torch.device) -> Native:
+    """The C++ kernels of CPUs, built only where `asked`, the name of a backend or auto, could mean them."""
+    wanted = device.type == "cpu" and asked in (AUTO, "cpu_native") and not config.deterministic
+    return load_native(config.cpu_kernels) if wanted else Native(None, "", "was not asked for")
+
+
 def make_experts(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology
 ) -> tuple[ExpertKernel, Choice]:
     """How the local experts are computed."""
     need = ExpertNeed(topology.device.type, dtype, spec.activation, spec.expert_scheme)
-    wanted = (
-        topology.device.type == "cpu"
-        and config.moe_backend in (AUTO, "cpu_native")
-        and not config.deterministic
-    )
-    native = load_native(config.cpu_kernels) if wanted else Native(None, "", "was not asked for")
+    native = _native(config, config.moe_backend, topology.device)
     kernels: dict[str, ExpertKernel] = {
         "cpu_native": NativeExperts(native),
         "cpu": CpuExperts(),
@@ -151,7 +153,9 @@ def choose_attention(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, 
         spec.attention_specs(),
         cache_dtype=cache_dtype(config.kv_cache_dtype, dtype),
     )
+    native = _native(config, config.attention_backend, topology.device)
     reasons = {
+        "cpu_native": NativePagedAttention.supports(need, native),
         "cpu": CpuPagedAttention.supports(need),
         "deterministic": DeterministicAttention.supports(need),
         "triton": TritonPagedAttention.supports(need),
@@ -164,6 +168,8 @@ def choose_attention(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, 
 def make_attention(name: str, config: EngineConfig, spec: ModelSpec, cache: KVCache) -> AttentionBackend:
     """The attention of that name over the cache."""
     layers = spec.attention_specs()
+    if name == "cpu_native":
+        return NativePagedAttention(cache, layers, load_native(config.cpu_kernels))
     if name == "cpu":
         return CpuPagedAttention(cache, layers)
     if name == "deterministic":

@@ -114,7 +114,7 @@ class EngineConfig(_Checked):
                                  aliases=("distributed-timeout-seconds", "dist-timeout"), low=1)
 
     moe_backend: str = _field(AUTO, "kernels", "How experts are computed", aliases=("moe-runner-backend",), choices=(AUTO, "reference", "cpu", "cpu_native", "triton", "deterministic"))
-    attention_backend: str = _field(AUTO, "kernels", "How attention is computed", choices=(AUTO, "reference", "cpu", "triton", "deterministic"))
+    attention_backend: str = _field(AUTO, "kernels", "How attention is computed", choices=(AUTO, "reference", "cpu", "cpu_native", "triton", "deterministic"))
     layer_backend: str = _field(AUTO, "kernels", "How norms, dense products and activations are computed", choices=(AUTO, "torch", "triton", "deterministic"))
     cpu_kernels: str = _field(AUTO, "kernels", "Instruction set for which the C++ kernels of CPUs are built, on first use; auto: the best that the CPU has;"
                               " off: do without them", choices=(AUTO, "off", "avx512_bf16", "avx512", "avx2", "portable"))

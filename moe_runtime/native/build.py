@@ -26,6 +26,8 @@ COMPILERS = ("g++", "c++", "clang++")
 OPTIONS = (
     "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-fopenmp", "-w",
 )  # fmt: skip
+FUNCTIONS = {"moe_runtime_experts": 2, "moe_runtime_attention": 1}
+"""What the library has: functions of so many pointers that return an int64."""
 BUILD_SECONDS = 120
 """Time after which a compiler is stopped."""
 OFF = "off"
@@ -84,8 +86,9 @@ def _load(instructions: str, folder: Path) -> Native:
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.moe_runtime_experts.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.moe_runtime_experts.restype = ctypes.c_int64
+    for name, num_pointers in FUNCTIONS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = [ctypes.c_void_p] * num_pointers, ctypes.c_int64
     return library
 
 

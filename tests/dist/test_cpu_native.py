@@ -25,7 +25,9 @@ def test_first_tokens_match_transformers(tmp_path: Path, seed: int) -> None:
         pytest.skip(str(native.problem))
     model = make_tiny("qwen3_moe", tmp_path, seed)
     draw = random.Random(seed)
-    prompts = [[draw.randrange(model.config.vocab_size) for _ in range(draw.randint(1, 40))] for _ in range(16)]
+    prompts = [
+        [draw.randrange(model.config.vocab_size) for _ in range(draw.randint(1, 40))] for _ in range(16)
+    ]
     with LLM(
         model=str(tmp_path),
         ep=2,
@@ -35,7 +37,9 @@ def test_first_tokens_match_transformers(tmp_path: Path, seed: int) -> None:
         max_num_batched_tokens=31,
     ) as llm:
         outputs = llm.generate(prompts, FIRST_TOKEN, use_tqdm=False)
-        assert [rank.info["moe_backend"] for rank in llm._engine.ready] == ["cpu_native"] * 2
+        assert [(rank.info["moe_backend"], rank.info["attention_backend"]) for rank in llm._engine.ready] == [
+            ("cpu_native", "cpu_native")
+        ] * 2
     errors = []
     for output in outputs:
         expected = reference_logprobs(model, output.prompt_token_ids)[-1]
