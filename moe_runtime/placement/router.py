@@ -54,7 +54,7 @@ class Router:
         for layer, replicas in enumerate(self.replicas_L):
             counts_NE = counts_NLE[:, layer]
             rows_NEC = split_rows(
-                method_of(self.split, counts_NE / num_steps, tokens_N.max() / num_steps), counts_NE, replicas,
+                method_of(self.split, counts_NE, int(tokens_N.max()), num_steps), counts_NE, replicas,
                 ranks_per_node=self.ranks_per_node, seed=seed * len(self.replicas_L) + layer,
             )  # fmt: skip
             rows.append(slot_rows(rows_NEC, replicas.slot_EC, replicas.num_ranks, replicas.slots_per_rank))

@@ -25,17 +25,17 @@ static in steps with fewer than WORTH_ASKING tokens on every rank."""
 ALL_SPLITS = (*SPLITS, "dynamic", "auto")
 
 
-def split_of(counts_NE: npt.NDArray[Any]) -> str:
-    """The method of placement.split that `dynamic` uses for these counts."""
+def split_of(counts_NE: npt.NDArray[Any], num_steps: int = 1) -> str:
+    """The method of placement.split that `dynamic` uses for these counts, of the mean step if they are of several."""
     active = np.count_nonzero(counts_NE.sum(axis=0))
-    return "one_replica" if counts_NE.sum() < WEIGHT_ROWS * active else "waterfill"
+    return "one_replica" if counts_NE.sum() < WEIGHT_ROWS * active * num_steps else "waterfill"
 
 
-def method_of(split: str, counts_NE: npt.NDArray[Any], fullest_tokens: float) -> str:
-    """The method of placement.split that a split (of ALL_SPLITS) comes to in a layer of a step.
+def method_of(split: str, counts_NE: npt.NDArray[Any], fullest_tokens: int, num_steps: int = 1) -> str:
+    """The method of placement.split that a split (of ALL_SPLITS) comes to in a layer of a step, the mean one of several.
 
-    fullest_tokens: of the rank that has most in the step.
+    fullest_tokens: of the rank that has most in these steps.
     """
-    if split == "auto" and fullest_tokens < WORTH_ASKING:
+    if split == "auto" and fullest_tokens < WORTH_ASKING * num_steps:
         return "static"
-    return split_of(counts_NE) if split in ("auto", "dynamic") else split
+    return split_of(counts_NE, num_steps) if split in ("auto", "dynamic") else split
