@@ -27,7 +27,8 @@ from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided_network import NvshmemNetwork
 from moe_runtime.errors import ConfigError
-from moe_runtime.replicas import WORTH_ASKING, ChooseByCounts, choose_randomly
+from moe_runtime.placement.run_time_split import WORTH_ASKING
+from moe_runtime.replicas import ChooseByCounts, choose_randomly
 from moe_runtime.triton_support.availability import has_fp8, target_arch
 from moe_runtime.triton_support.fp8_rows import quantize_rows
 

@@ -19,6 +19,7 @@ import torch
 
 from moe_runtime.core import DispatchPlan, LayerPlacement, Routing
 from moe_runtime.dispatch.base import plan_dispatch
+from moe_runtime.placement.run_time_split import split_of
 from moe_runtime.placement.split import Replicas, split_rows
 
 if TYPE_CHECKING:
@@ -46,10 +47,6 @@ def choose_randomly(
     return replace(plan, global_slot_TK=torch.where(routing.topk_ids_TK >= 0, slot_TK, -1))
 
 
-WORTH_ASKING = 64
-"""Tokens on the fullest rank below which telling counts takes a CPU longer than a better split saves (bench_replicas.py)."""
-
-
 @dataclass(frozen=True)
 class ChooseByCounts:
     """ChooseReplicas `dynamic`, on CPUs. Collective where the layer has replicas."""
@@ -75,7 +72,7 @@ class ChooseByCounts:
             replicas = self._replicas[placement] = Replicas.of(
                 placement.slot_to_expert_Np.numpy(), num_experts
             )
-        quota_EC = split_rows("dynamic", counts_NE, replicas)[rank]
+        quota_EC = split_rows(split_of(counts_NE), counts_NE, replicas)[rank]
         slot_S = deal(id_S, replicas.slot_EC, quota_EC)
         return replace(plan, global_slot_TK=torch.from_numpy(slot_S).view(routing.topk_ids_TK.shape))
 

@@ -69,6 +69,7 @@ def test_a_record_over_http(http: httpx.Client) -> None:
     meta = record.meta
     assert (meta.num_ranks, meta.architecture) == (2, "Qwen3MoeForCausalLM")
     # 20 tokens of a prompt, then 8 of the 9 that were generated; those of the second request came after the stop.
+    assert meta.split == "auto"
     assert record.tokens_WPN.sum(axis=(0, 2)).tolist() == [20, 8]
     assert dumped["num_steps"] == record.num_steps_W.sum() == 9
     sums = record.counts_WPNLE.sum(axis=(0, 2, 4))

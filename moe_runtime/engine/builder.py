@@ -163,6 +163,10 @@ class RankBuilder:
         self.replicas, replicas = backends_dispatch.make_replica_choice(
             self.config, self.dispatcher, self.topology
         )
+        asked = self.config.ep_dispatch_algorithm
+        # What `auto` comes to on CPUs depends on the step, elsewhere it is what was chosen; one rank has no choice.
+        kept = replicas.name == "dynamic" or self.topology.world_size == 1
+        self.replica_split = asked if kept else replicas.name
         self.kernel, kernel = backends.make_experts(*what)
         self.router, router = backends.make_router(self.config, self.topology)
         self.ops, ops = backends.make_layer_ops(*what)
@@ -303,7 +307,7 @@ class RankBuilder:
         expert_bytes = 0
         for mlp in self.decoder.moe_mlps()[:1]:
             expert_bytes = mlp.expert_weights().num_bytes // len(self.placement.slots[0][0])
-        what = describe(config, spec, self.dtype, topology, expert_bytes)
+        what = describe(config, spec, self.dtype, topology, expert_bytes, self.replica_split)
         return recorder, LoadRecords(topology.rank, recorder, what)
 
     def _moe_shape(self) -> MoeShape:

@@ -125,9 +125,17 @@ def _now() -> str:
 
 
 def describe(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology, expert_bytes: int
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    topology: Topology,
+    expert_bytes: int,
+    split: str,
 ) -> RecordMeta:
-    """The parts of a record's description that hold for the whole run. expert_bytes: of one expert of one layer."""
+    """The parts of a record's description that hold for the whole run.
+
+    expert_bytes: of one expert of one layer; split: how copies are chosen, of RUN_TIME_SPLITS.
+    """
     return_bytes = spec.hidden_size * dtype.itemsize
     sent_bytes = row_bytes(spec.hidden_size) if config.dispatch_dtype == "fp8" else return_bytes
     return RecordMeta(
@@ -147,6 +155,7 @@ def describe(
         hardware=f"{_device_name(topology.device)}, {topology.local_world_size} ranks on rank 0's host",
         started_at="",
         placements=[],
+        split=split,
     )
 
 

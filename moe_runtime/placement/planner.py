@@ -226,6 +226,11 @@ def _deepseek(problem: Problem, num_groups: int, notes: list[str]) -> Array:
 
 
 def _contiguous(problem: Problem) -> Array:
+    if problem.num_slots < problem.num_ranks:
+        raise ConfigError(
+            f"algorithm 'contiguous' gives every rank a slot, but there are {problem.num_slots} slots for {problem.num_ranks} ranks; choose"
+            " 'ours', or more redundant experts"
+        )
     if (problem.room_N == 0).any() or problem.pinned_NE.any() or problem.min_replicas > 1:
         raise ConfigError(
             "algorithm 'contiguous' knows no failed ranks, pinned experts or coverage; choose 'ours'"

@@ -18,11 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_runtime.errors import ConfigError
+from moe_runtime.placement.run_time_split import RUN_TIME_SPLITS
 from moe_runtime.whole_file import whole_file
 
 PHASES = ("prefill", "decode")
 """The P axis. A token is `decode` if its sequence computes just it in a step and its prompt is done."""
 RECORD_VERSION = 1
+"""Raised when older readers would misunderstand a record. Fields that are added have defaults and do not raise it: older records are
+read with those, and older readers leave the new fields out."""
 NO_PLACEMENT = -1
 """In LoadRecord.placement_W: no single placement was in force in the window, or it has been forgotten."""
 META_FILE = "record.json"
@@ -61,6 +64,13 @@ class RecordMeta(msgspec.Struct, frozen=True, kw_only=True):
     """ISO 8601, UTC."""
     placements: list[RankSlots]
     """Those in force during the record, oldest first; the latest ones, if there were many."""
+    split: str = ""
+    """How ranks chose among copies, of `run_time_split.RUN_TIME_SPLITS`; empty if the record does not say."""
+
+
+def split_of_record(meta: RecordMeta) -> str:
+    """How ranks chose among copies; waterfill for records that do not say."""
+    return meta.split or "waterfill"
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,12 @@ class LoadRecord:
         loads_WLE: Array = self.counts_WPNLE.sum(axis=(1, 2))
         return loads_WLE
 
+    @property
+    def route_window_t(self) -> Array:
+        """int64 (t,): the window in which each kept token was computed; -1 if it was before all of them."""
+        window_t: Array = np.searchsorted(self.first_step_W, self.routes.step_t, side="right") - 1
+        return window_t
+
 
 _SHARED = {"first_step_W", "num_steps_W", "end_time_W", "placement_W"}
 _OF_RANK = {"counts_WPLE", "tokens_WP", "wait_us_W", "forward_us_W"}
@@ -148,6 +164,11 @@ def load_record(folder: Path) -> LoadRecord:
         raise ConfigError(
             f"record {str(folder)!r} has version {meta.version}; this program reads version {RECORD_VERSION}"
         )
+    if meta.split not in ("", *RUN_TIME_SPLITS):
+        raise ConfigError(
+            f"record {str(folder)!r}: {META_FILE}: split {meta.split!r} must be one of {', '.join(RUN_TIME_SPLITS)}"
+        )
+    _check_meta(folder, meta)
     parts = [_read_rank(folder, rank, meta) for rank in range(meta.num_ranks)]
     # Ranks may have kept different numbers of windows: what all of them have counts.
     first = max(int(p["first_step_W"][0]) if len(p["first_step_W"]) else 0 for p in parts)
@@ -180,6 +201,26 @@ def load_record(folder: Path) -> LoadRecord:
     )
 
 
+def _check_meta(folder: Path, meta: RecordMeta) -> None:
+    where = f"record {str(folder)!r}: {META_FILE}"
+    for name in ("num_layers", "num_experts", "top_k", "num_ranks", "hidden_size", "intermediate_size", "expert_bytes", "row_bytes",
+                 "return_bytes"):  # fmt: skip
+        if getattr(meta, name) < 1:
+            raise ConfigError(f"{where}: {name} is {getattr(meta, name)}, must be at least 1")
+    wanted = (meta.num_layers, meta.num_ranks)
+    for i, placement in enumerate(meta.placements):
+        widths = {len(rank) for layer in placement for rank in layer}
+        ids = {expert for layer in placement for rank in layer for expert in rank}
+        if (len(placement), *{len(layer) for layer in placement}) != wanted or len(widths) != 1:
+            raise ConfigError(
+                f"{where}: placement {i} must have {meta.num_layers} layers of {meta.num_ranks} ranks with equally many slots"
+            )
+        if not ids <= set(range(-1, meta.num_experts)):
+            raise ConfigError(
+                f"{where}: placement {i} has expert {max(ids)}; allowed are -1 to {meta.num_experts - 1}"
+            )
+
+
 def _read_rank(folder: Path, rank: int, meta: RecordMeta) -> dict[str, Array]:
     path = rank_file(folder, rank)
     try:
@@ -197,11 +238,34 @@ def _read_rank(folder: Path, rank: int, meta: RecordMeta) -> dict[str, Array]:
         raise ConfigError(
             f"{path}: is damaged, or not an npz file without pickles: {str(error) or repr(error)}"
         ) from error
-    num_windows = len(part["first_step_W"])
-    wanted = (num_windows, len(PHASES), meta.num_layers, meta.num_experts)
-    if part["counts_WPLE"].shape != wanted:
-        raise ConfigError(f"{path}: counts_WPLE has shape {part['counts_WPLE'].shape}, wanted {wanted}")
+    _check(path, part, meta)
     return part
+
+
+def _check(path: Path, part: dict[str, Array], meta: RecordMeta) -> None:
+    sizes = {
+        "W": part["first_step_W"].size, "P": len(PHASES), "L": meta.num_layers, "E": meta.num_experts, "K": meta.top_k,
+        "t": part["routes_step_t"].size,
+    }  # fmt: skip
+    for name, array in part.items():
+        wanted = tuple(sizes[axis] for axis in name.rpartition("_")[2])
+        if array.shape != wanted or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
+            raise ConfigError(
+                f"{path}: {name} is {array.dtype} of shape {array.shape}, wanted finite numbers of shape {wanted}"
+            )
+    for name, least, limit in (
+        ("routes_topk_ids_tLK", -1, meta.num_experts),
+        ("routes_phase_t", 0, len(PHASES)),
+        ("placement_W", 0, len(meta.placements)),
+        ("counts_WPLE", 0, 2**62),
+        ("tokens_WP", 0, 2**62),
+        ("num_steps_W", 0, 2**62),
+    ):
+        array = part[name]
+        if array.size and not (least <= array.min() and array.max() < limit):
+            raise ConfigError(
+                f"{path}: {name} has values from {array.min()} to {array.max()}, allowed are {least} to {limit - 1}"
+            )
 
 
 def _from_step(part: dict[str, Array], first: int) -> dict[str, Array]:

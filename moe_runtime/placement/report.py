@@ -40,6 +40,7 @@ from moe_runtime.placement.report_views import (
 )
 from moe_runtime.placement.simulate import Estimate, ratio_estimate
 from moe_runtime.placement.stored import Array
+from moe_runtime.placement.traffic import MIN_ROUTES
 
 MAX_TIMES = 48
 """Points on the axis of time."""
@@ -94,7 +95,7 @@ def analyse(
         lasting=_lasting(
             setup, lasting, gain.mean, _payback(setup, before, placement, judged_before, judged_after)[3]
         ),
-        audit=audit(record, options.phase, setup.cost, options.split, options.steps_per_window, *applied)
+        audit=audit(record, options.phase, setup.cost, setup.split, options.steps_per_window, *applied)
         if applied
         else None,
     )
@@ -134,6 +135,13 @@ def _notes(setup: Setup) -> list[str]:
         notes.append(
             "No routes were kept: nothing is said of co-activation; traffic between ranks is expected from counts."
         )
+    elif setup.bytes_from != "routes":
+        notes.append(
+            f"Not all judged windows have routes of {MIN_ROUTES} tokens of each rank, or of all its tokens: elsewhere traffic between ranks"
+            " is expected from counts."
+        )
+    if not setup.record.meta.split and setup.options.split is None:
+        notes.append(f"The record does not say how ranks chose among copies: {setup.split} is assumed.")
     return notes
 
 
@@ -142,7 +150,7 @@ def _about(setup: Setup) -> data.About:
     return data.About(
         model=meta.model, checkpoint=meta.checkpoint, recorded_on=meta.hardware, started_at=meta.started_at,
         modelled_hardware=options.hardware.name, num_nodes=options.cluster.num_nodes,
-        ranks_per_node=options.cluster.ranks_per_node, split=options.split, phase=options.phase,
+        ranks_per_node=options.cluster.ranks_per_node, split=setup.split, phase=options.phase,
         num_layers=meta.num_layers, num_experts=meta.num_experts, top_k=meta.top_k, num_windows=len(traffic.steps_W),
         num_steps=int(traffic.steps_W.sum()), num_tokens=int(traffic.tokens_WN.sum()),
         seconds=float(setup.end_time_W[-1] - setup.end_time_W[0]), seconds_per_step=seconds_per_step(setup),
@@ -202,10 +210,9 @@ def _mean(judged: Judged) -> data.Interval:
 
 def _layers(setup: Setup, before: ExpertPlacement, after: ExpertPlacement) -> data.Layers:
     loads_LE = setup.traffic.counts_WNLE.sum(axis=(0, 1))
-    counts_NLE = setup.judged.counts_WNLE.sum(axis=0)
     fullest = []
     for placement in (before, after):
-        rows_LN = Judge(placement, setup.cost, setup.options.split).rows(counts_NLE).sum(axis=2)
+        rows_LN = Judge(placement, setup.cost, setup.split).rows(setup.judged).sum(axis=2)
         fullest.append((rows_LN.max(axis=1) / np.maximum(rows_LN.mean(axis=1), 1e-9)).tolist())
     return data.Layers(
         load_LE=relative_load(loads_LE).tolist(),
@@ -222,9 +229,9 @@ def _over_time(setup: Setup, before: ExpertPlacement, after: ExpertPlacement) ->
     groups = np.array_split(np.arange(len(counts_WNLE)), min(len(counts_WNLE), MAX_TIMES))
     shares = []
     for placement in (before, after):
-        judge = Judge(placement, setup.cost, setup.options.split)
+        judge = Judge(placement, setup.cost, setup.split)
         rows_TN = np.stack(
-            [judge.rows(counts_WNLE[g].sum(axis=0), int(g[0])).sum(axis=(0, 2)) for g in groups]
+            [judge.rows(setup.traffic.pick(g.tolist()), int(g[0])).sum(axis=(0, 2)) for g in groups]
         )
         shares.append((rows_TN / np.maximum(rows_TN.mean(axis=1, keepdims=True), 1e-9)).tolist())
     return data.OverTime(
@@ -243,6 +250,7 @@ def _between(setup: Setup, before: Judged, after: Judged) -> data.Between:
     some_W = with_tokens(setup.record, setup.options.phase)
     steps = int(setup.traffic.steps_W.sum())
     return data.Between(
+        bytes_from=setup.bytes_from,
         bytes_before_NN=before.bytes_NN.tolist(),
         bytes_after_NN=after.bytes_NN.tolist(),
         wait_before_NN=before.wait_NN.tolist(),

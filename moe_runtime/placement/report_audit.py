@@ -13,11 +13,11 @@ import numpy as np
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.errors import ConfigError
 from moe_runtime.placement.cost import Cost
-from moe_runtime.placement.record import LoadRecord
+from moe_runtime.placement.record import LoadRecord, Routes
 from moe_runtime.placement.report_data import Audit, Interval, Prediction
 from moe_runtime.placement.report_stats import relative_gain
 from moe_runtime.placement.report_steps import Judge, evenly_spread
-from moe_runtime.placement.simulate import traffic_of
+from moe_runtime.placement.traffic import traffic_of
 
 MAX_WINDOWS = 32
 """Judged, evenly spread over those under the plan."""
@@ -70,8 +70,18 @@ def _windows_under(record: LoadRecord, applied: ExpertPlacement) -> LoadRecord:
             "the applied plan was not in force in any window of the record: give the plan file that the server was started with or"
             " that was applied to it"
         )
+    window_t = record.route_window_t
+    under_t = (window_t >= 0) & under_W[window_t]
+    routes = record.routes
     return replace(
         record,
+        routes=Routes(
+            step_t=routes.step_t[under_t],
+            rank_t=routes.rank_t[under_t],
+            phase_t=routes.phase_t[under_t],
+            request_t=routes.request_t[under_t],
+            topk_ids_tLK=routes.topk_ids_tLK[under_t],
+        ),
         first_step_W=record.first_step_W[under_W],
         num_steps_W=record.num_steps_W[under_W],
         end_time_W=record.end_time_W[under_W],

@@ -129,6 +129,8 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
 class Between(msgspec.Struct, frozen=True, kw_only=True):
     """From rank (row) to rank (column)."""
 
+    bytes_from: str
+    """`routes` that were recorded, expected from `counts`, or `routes and counts` where only some ranks or windows have routes."""
     bytes_before_NN: Matrix
     """Rows to experts and back, per step."""
     bytes_after_NN: Matrix

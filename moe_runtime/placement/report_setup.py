@@ -11,12 +11,12 @@ from moe_runtime.core import ExpertPlacement
 from moe_runtime.errors import ConfigError
 from moe_runtime.placement.cost import Cluster, Cost, Hardware, ModelCost
 from moe_runtime.placement.planner import plan
-from moe_runtime.placement.record import NO_PLACEMENT, PHASES, LoadRecord
+from moe_runtime.placement.record import NO_PLACEMENT, PHASES, LoadRecord, split_of_record
 from moe_runtime.placement.report_stats import MIN_JUDGED_WINDOWS
 from moe_runtime.placement.report_steps import Judge, Judged, evenly_spread
 from moe_runtime.placement.report_views import replica_counts
-from moe_runtime.placement.simulate import Traffic, traffic_of
 from moe_runtime.placement.stored import Array
+from moe_runtime.placement.traffic import Traffic, traffic_of
 
 MAX_JUDGED = 32
 """Held-out windows that are judged, evenly spread over all."""
@@ -32,7 +32,8 @@ class Options:
 
     hardware: Hardware
     cluster: Cluster
-    split: str = "waterfill"
+    split: str | None = None
+    """None: as in the record, and waterfill if it does not say."""
     phase: str = "all"
     redundant: int | None = None
     """Of the plan that the report makes, and None as many as in force."""
@@ -54,6 +55,15 @@ class Setup:
     """Judged ones, counted from `half`."""
 
     @property
+    def split(self) -> str:
+        """Of run_time_split.ALL_SPLITS."""
+        return self.options.split or split_of_record(self.record.meta)
+
+    @property
+    def bytes_from(self) -> str:
+        return self.judged.pick(self.windows).known_from
+
+    @property
     def past(self) -> Traffic:
         return self.traffic.windows(slice(0, self.half))
 
@@ -62,7 +72,7 @@ class Setup:
         return self.traffic.windows(slice(self.half, None))
 
     def judge(self, placement: ExpertPlacement) -> Judged:
-        judge = Judge(placement, self.cost, self.options.split)
+        judge = Judge(placement, self.cost, self.split)
         return judge.judge(self.past, self.judged, self.windows, self.options.steps_per_window)
 
 

@@ -112,13 +112,13 @@ def verdict(
             f"Only {num_judged} windows were held out to judge by; at least {MIN_JUDGED_WINDOWS} are needed. Record for longer."
         )
     if gain.high < MIN_GAIN:
-        return NOT_WORTH_IT, f"Even the upper bound of the gain is below {MIN_GAIN:.0%} of the step."
+        return NOT_WORTH_IT, f"Even the upper bound of the gain is below {100 * MIN_GAIN:.0f} % of the step."
     if gain.low <= 0:
         return NOT_ENOUGH, (
             "The interval of the gain reaches from a loss to a gain: the record does not tell. Record for longer."
         )
     if gain.mean < MIN_GAIN:
-        return NOT_WORTH_IT, f"There is a gain for sure, but below {MIN_GAIN:.0%} of the step."
+        return NOT_WORTH_IT, f"There is a gain for sure, but below {100 * MIN_GAIN:.0f} % of the step."
     if not lasting:
         return (
             NOT_ENOUGH,

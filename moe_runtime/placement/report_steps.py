@@ -24,9 +24,9 @@ import numpy as np
 
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.placement.cost import Cost
-from moe_runtime.placement.simulate import Traffic, draw_step, exchange_us, route_layers
-from moe_runtime.placement.split import Replicas
+from moe_runtime.placement.router import Router
 from moe_runtime.placement.stored import Array
+from moe_runtime.placement.traffic import Traffic
 
 LOSSES = ("packing", "drift", "noise", "padding", "incast")
 
@@ -63,30 +63,25 @@ class Judge:
     """Judges one placement under a cost model and a split."""
 
     def __init__(self, placement: ExpertPlacement, cost: Cost, split: str) -> None:
-        self.replicas_L = [
-            Replicas.of(np.array(slots_Np), placement.num_experts) for slots_Np in placement.slots
-        ]
-        self.cost, self.split = cost, split
-        self.exchange_us = exchange_us(split, self.replicas_L, cost)
+        self.router = Router.of(placement, split, cost.cluster.ranks_per_node)
+        self.cost = cost
         self.untiled = replace(cost, hardware=replace(cost.hardware, tile_rows=1))
 
-    def rows(self, counts_NLE: Array, seed: int = 0) -> Array:
-        """int64 (L, N, p): rows that each slot computes."""
-        return self._route(counts_NLE, np.ones(counts_NLE.shape[0]), seed)[0]
+    def rows(self, traffic: Traffic, seed: int = 0) -> Array:
+        """int64 (L, N, p): rows that each slot computes, of all its windows together."""
+        counts_NLE, tokens_N = traffic.counts_WNLE.sum(axis=0), traffic.tokens_WN.sum(axis=0)
+        return self.router.route(counts_NLE, tokens_N, seed, num_steps=int(traffic.steps_W.sum()))[0]
 
     def judge(self, past: Traffic, judged: Traffic, windows: Sequence[int], steps_per_window: int) -> Judged:
         """Draw steps from these of the judged windows (`draw_step`, seed (0, window, step)); `past` is what the plan was made from."""
         steps_of_windows = [
-            [
-                self._step(judged, w, i, int(judged.steps_W[w]))
-                for i in range(min(int(judged.steps_W[w]), steps_per_window))
-            ]
+            [self._step(judged, w, i) for i in range(min(int(judged.steps_W[w]), steps_per_window))]
             for w in windows
         ]
         parts_W4 = np.stack([_mean([step.parts_4 for step in steps]) for steps in steps_of_windows])
         even, imbalance, padding, incast = parts_W4.mean(axis=0).tolist()
         packing = self._imbalance_of_mean(past, _pairs_per_step(judged, windows))
-        drifted = self._imbalance_of_mean(_chosen(judged, windows), _pairs_per_step(judged, windows))
+        drifted = self._imbalance_of_mean(judged.pick(windows), _pairs_per_step(judged, windows))
         losses = (packing, drifted - packing, imbalance - drifted, padding, incast)
         rows_SLN = np.stack([step.rows_LN for steps in steps_of_windows for step in steps])
         return Judged(
@@ -98,23 +93,17 @@ class Judge:
             balancedness=float(rows_SLN.mean(axis=2).sum() / max(rows_SLN.max(axis=2).sum(), 1)),
         )
 
-    def _step(self, traffic: Traffic, window: int, i: int, num_steps: int) -> _Step:
-        counts_NLE, tokens_N = draw_step(
-            traffic.counts_WNLE[window], traffic.tokens_WN[window], num_steps, (0, window, i)
-        )
-        rows_LNp, sent_LNN = self._route(counts_NLE, tokens_N, window)
+    def _step(self, traffic: Traffic, window: int, i: int) -> _Step:
+        counts_NLE, tokens_N, routes = traffic.step(window, i, 0)
+        rows_LNp, sent_LNN = self.router.route(counts_NLE, tokens_N, window, routes)
         return _Step(
-            parts_4=np.array(self._parts(rows_LNp, sent_LNN)),
+            parts_4=np.array(self._parts(rows_LNp, sent_LNN, self.router.asking_us(tokens_N, self.cost))),
             bytes_NN=self._bytes(sent_LNN),
             wait_NN=self._waits(rows_LNp),
             rows_LN=rows_LNp.sum(axis=2),
         )
 
-    def _route(self, counts_NLE: Array, tokens_N: Array, seed: int) -> tuple[Array, Array]:
-        """int64 (L, N, p) rows of slots and float64 (L, N, N) token rows from rank to rank."""
-        return route_layers(self.split, self.replicas_L, self.cost, counts_NLE, tokens_N, seed)
-
-    def _parts(self, rows_LNp: Array, sent_LNN: Array) -> tuple[float, float, float, float]:
+    def _parts(self, rows_LNp: Array, sent_LNN: Array, asking_us: float) -> tuple[float, float, float, float]:
         """Even part, imbalance, padding and incast of a step."""
         tiled_LN, plain_LN = self.cost.compute_us(rows_LNp), self.untiled.compute_us(rows_LNp)
         mean_us = float(plain_LN.mean(axis=1).sum())
@@ -122,7 +111,7 @@ class Judge:
         padded_us = float(tiled_LN.max(axis=1).sum())
         travel_us, even_travel_us = self._travel(sent_LNN), self._travel(self._even_traffic(sent_LNN))
         return (
-            mean_us + even_travel_us + self.exchange_us,
+            mean_us + even_travel_us + asking_us,
             fullest_us - mean_us,
             padded_us - fullest_us,
             travel_us - even_travel_us,
@@ -159,7 +148,7 @@ class Judge:
         """Of the traffic's mean load, scaled to so many (token, k) pairs per step in each layer."""
         counts_NLE = traffic.counts_WNLE.sum(axis=0)
         scale_L = pairs_L / np.maximum(counts_NLE.sum(axis=(0, 2)), 1)
-        us_LN = self.untiled.compute_us(self.rows(counts_NLE) * scale_L[:, None, None])
+        us_LN = self.untiled.compute_us(self.rows(traffic) * scale_L[:, None, None])
         return float((us_LN.max(axis=1) - us_LN.mean(axis=1)).sum())
 
 
@@ -171,11 +160,6 @@ def _mean(arrays: list[Array]) -> Array:
 def evenly_spread(num_windows: int, most: int) -> list[int]:
     """At most so many window numbers below `num_windows`, the first and the last among them."""
     return sorted(set(np.linspace(0, num_windows - 1, min(num_windows, most)).round().astype(int).tolist()))
-
-
-def _chosen(traffic: Traffic, windows: Sequence[int]) -> Traffic:
-    index = np.array(windows)
-    return Traffic(traffic.counts_WNLE[index], traffic.tokens_WN[index], traffic.steps_W[index])
 
 
 def _pairs_per_step(traffic: Traffic, windows: Sequence[int]) -> Array:

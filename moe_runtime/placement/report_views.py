@@ -113,7 +113,7 @@ def coactivation(routes: Routes, before: ExpertPlacement, after: ExpertPlacement
 
 
 def _clusters(ids_tK: Array, num_experts: int) -> list[tuple[list[int], float, int]]:
-    """Experts, lift and tokens of each: connected components of the pairs that are chosen together above chance."""
+    """Experts, lift and pairs seen of each group of experts that are chosen together above chance."""
     chosen_tE = np.zeros((len(ids_tK), num_experts), dtype=np.float32)
     token, k = np.nonzero(ids_tK >= 0)
     chosen_tE[token, ids_tK[token, k]] = 1
@@ -124,36 +124,44 @@ def _clusters(ids_tK: Array, num_experts: int) -> list[tuple[list[int], float, i
     if not pairs:
         return []
     # Independent choices in proportion to counts, no expert twice, with as many pairs as there are.
-    expected_EE = np.outer(count_E, count_E)
-    np.fill_diagonal(expected_EE, 0)
-    expected_EE *= pairs / expected_EE.sum()
+    chance_EE = np.outer(count_E, count_E)
+    np.fill_diagonal(chance_EE, 0)
+    scale = pairs / chance_EE.sum()
+    expected_EE = chance_EE * scale
     strong_EE = (together_EE >= MIN_LIFT * expected_EE) & (
         together_EE - expected_EE >= MIN_DEVIATIONS * np.sqrt(expected_EE) + MIN_MORE
     )
     result = []
-    for experts in _components(strong_EE):
+    for experts in _groups(together_EE, chance_EE, strong_EE, MIN_LIFT * scale):
         inside = np.ix_(experts, experts)
-        tokens = int(together_EE[inside].sum()) // 2
-        result.append((experts, float(together_EE[inside].sum() / expected_EE[inside].sum()), tokens))
+        seen = together_EE[inside].sum()
+        result.append((experts, float(seen / (chance_EE[inside].sum() * scale)), int(seen) // 2))
     return result
 
 
-def _components(linked_EE: Array) -> list[list[int]]:
-    """Connected components of at least two, each ascending."""
-    seen: set[int] = set()
-    found = []
-    for start in np.flatnonzero(linked_EE.any(axis=1)).tolist():
-        if start in seen:
-            continue
-        group, queue = {start}, [start]
-        for expert in queue:
-            for other in np.flatnonzero(linked_EE[expert]).tolist():
-                if other not in group:
-                    group.add(other)
-                    queue.append(other)
-        seen |= group
+def _groups(together_EE: Array, chance_EE: Array, strong_EE: Array, least: float) -> list[list[int]]:
+    """Disjoint groups, each grown from the strongest pair left by the expert that is tied to it most, while that is enough.
+
+    Strength is pairs seen over chance (whole numbers, so that ties are ties); the lowest numbers win. `least` is the strength that
+    ties an expert to a group, of all its pairs with it together, one of which must be strong.
+    """
+    free_E = np.ones(len(strong_EE), dtype=bool)
+    found: list[list[int]] = []
+    while True:
+        linked_EE = strong_EE & free_E & free_E[:, None]
+        strength_EE = np.where(linked_EE, together_EE / np.maximum(chance_EE, 1), 0.0)
+        if not linked_EE.any():
+            return found
+        group = [int(i) for i in np.unravel_index(strength_EE.argmax(), strength_EE.shape)]
+        while True:
+            tie_E = together_EE[group].sum(axis=0) / np.maximum(chance_EE[group].sum(axis=0), 1)
+            allowed_E = linked_EE[group].any(axis=0) & (tie_E >= least)
+            allowed_E[group] = False
+            if not allowed_E.any():
+                break
+            group.append(int(np.where(allowed_E, tie_E, 0.0).argmax()))
+        free_E[group] = False
         found.append(sorted(group))
-    return found
 
 
 def _fewest_ranks(held_Nx: Array) -> int:

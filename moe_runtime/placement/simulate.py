@@ -3,6 +3,7 @@
 A window of S steps is looked at in two ways. Its rows per slot are those of its exact counts, split as a whole: for the static
 split, which is linear, and for windows of one step they are exactly what the ranks would compute. Its time is that of single
 steps, `STEPS_PER_WINDOW` of them, whose tokens are drawn from the window's: so batch noise and experts without tokens count.
+Traffic between ranks comes from the routes of single tokens where the record has some.
 
 With another number of ranks than recorded, tokens are dealt to the ranks anew (`deal`). Times are those of the MoE layers alone.
 
@@ -17,38 +18,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_runtime.core import ExpertPlacement
-from moe_runtime.errors import ConfigError
-from moe_runtime.placement.cost import Cluster, Cost, Hardware, ModelCost, sent_rows, slot_rows
+from moe_runtime.placement.cost import Cluster, Cost, Hardware, ModelCost
 from moe_runtime.placement.layout import check_redundant
 from moe_runtime.placement.planner import plan
-from moe_runtime.placement.record import PHASES, LoadRecord
-from moe_runtime.placement.split import BY_COUNTS, Replicas, split_rows
+from moe_runtime.placement.record import LoadRecord
+from moe_runtime.placement.router import Router
 from moe_runtime.placement.stored import Array
+from moe_runtime.placement.traffic import Traffic, deal, traffic_of
 
 STEPS_PER_WINDOW = 4
 """Most steps drawn from a window; windows of fewer steps give as many as they have."""
 RESAMPLES = 1000
 CONFIDENCE = 0.9
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Windows of what ranks sent to experts."""
-
-    counts_WNLE: Array
-    """int64: (token, k) pairs."""
-    tokens_WN: Array
-    """int64."""
-    steps_W: Array
-    """int64, at least 1."""
-
-    @property
-    def num_ranks(self) -> int:
-        return int(self.tokens_WN.shape[1])
-
-    def windows(self, chosen: slice) -> Traffic:
-        """Some of its windows."""
-        return Traffic(self.counts_WNLE[chosen], self.tokens_WN[chosen], self.steps_W[chosen])
 
 
 @dataclass(frozen=True)
@@ -73,7 +54,7 @@ class Replay:
     rows_WLNp: Array
     """int64: expert rows that each slot computes in the window."""
     sent_bytes_W: Array
-    """float64: to and from ranks of the same node, per step; expected from counts, see `cost.sent_rows`."""
+    """float64: to and from ranks of the same node, per step."""
     internode_bytes_W: Array
     """float64: to and from ranks of other nodes, per step."""
     step_us_W: Array
@@ -82,6 +63,8 @@ class Replay:
     """float64: tokens per step, of all ranks."""
     steps_W: Array
     """int64: steps of the window."""
+    bytes_from: str
+    """`Traffic.known_from`: whether rows between ranks come from recorded routes, or are expected from counts (`cost.sent_rows`)."""
 
     @property
     def rank_rows(self) -> Array:
@@ -127,65 +110,25 @@ class Outcome:
         return self.tokens_per_s.mean / self.setting.cluster.num_ranks
 
 
-def traffic_of(record: LoadRecord, phase: str = "all") -> Traffic:
-    """The windows with tokens of a phase (of PHASES, or all). Raises ConfigError if there are none."""
-    if phase not in (*PHASES, "all"):
-        raise ConfigError(f"phase {phase!r}: choose from {', '.join(PHASES)}, all")
-    chosen = slice(None) if phase == "all" else slice(PHASES.index(phase), PHASES.index(phase) + 1)
-    counts_WNLE, tokens_WN = (
-        record.counts_WPNLE[:, chosen].sum(axis=1),
-        record.tokens_WPN[:, chosen].sum(axis=1),
-    )
-    some = (tokens_WN.sum(axis=1) > 0) & (record.num_steps_W > 0)
-    if not some.any():
-        raise ConfigError(f"the record has no tokens{'' if phase == 'all' else ' of phase ' + phase}")
-    return Traffic(counts_WNLE[some], tokens_WN[some], record.num_steps_W[some])
-
-
-def deal(traffic: Traffic, num_ranks: int) -> Traffic:
-    """The same tokens on another number of ranks; on the same number, as they were.
-
-    Each rank's tokens are cut into equal parts if there are a multiple of the ranks, put together if a fraction, and else
-    all are dealt out evenly; odd ones go to a rank that depends on layer and expert.
-    """
-    before = traffic.num_ranks
-    if num_ranks == before:
-        return traffic
-    groups = before if num_ranks % before == 0 else num_ranks if before % num_ranks == 0 else 1
-    counts_WGLE = traffic.counts_WNLE.reshape(
-        len(traffic.steps_W), groups, -1, *traffic.counts_WNLE.shape[2:]
-    ).sum(axis=2)
-    tokens_WG = traffic.tokens_WN.reshape(len(traffic.steps_W), groups, -1).sum(axis=2)
-    parts = num_ranks // groups
-    layer_L1, expert_E = np.arange(counts_WGLE.shape[2])[:, None], np.arange(counts_WGLE.shape[3])
-    counts = [(counts_WGLE + (part + layer_L1 + expert_E) % parts) // parts for part in range(parts)]
-    tokens = [(tokens_WG + part) // parts for part in range(parts)]
-    return Traffic(
-        np.stack(counts, axis=2).reshape(len(traffic.steps_W), num_ranks, *traffic.counts_WNLE.shape[2:]),
-        np.stack(tokens, axis=2).reshape(len(traffic.steps_W), num_ranks),
-        traffic.steps_W,
-    )
-
-
 def replay(traffic: Traffic, placement: ExpertPlacement, cost: Cost, split: str, seed: int = 0) -> Replay:
     """Send the traffic to a placement on as many ranks. seed: for the steps drawn from windows."""
-    slots_LNp = np.array(placement.slots)
-    replicas_L = [Replicas.of(slots_Np, placement.num_experts) for slots_Np in slots_LNp]
-    steps = _Steps(replicas_L, cost, split)
+    router = Router.of(placement, split, cost.cluster.ranks_per_node)
     rows, bytes_inside, bytes_outside, step_us = [], [], [], []
     same_NN = cost.cluster.same_node_NN & ~np.eye(cost.cluster.num_ranks, dtype=bool)
+    each_way = cost.model.row_bytes + cost.model.return_bytes
     for w, num_steps in enumerate(traffic.steps_W.tolist()):
         counts_NLE, tokens_N = traffic.counts_WNLE[w], traffic.tokens_WN[w]
-        rows_LNp, sent_LNN = steps.route(counts_NLE, tokens_N, w)
+        whole = traffic.routes_W[w].whole(tokens_N) if traffic.routes_W else None
+        rows_LNp, sent_LNN = router.route(counts_NLE, tokens_N, w, whole, num_steps)
         rows.append(rows_LNp)
-        each_way = (cost.model.row_bytes + cost.model.return_bytes) / num_steps
-        bytes_inside.append(float((sent_LNN * same_NN).sum()) * each_way)
-        bytes_outside.append(float((sent_LNN * ~cost.cluster.same_node_NN).sum()) * each_way)
-        drawn = min(num_steps, STEPS_PER_WINDOW)
-        times = [
-            steps.time_us(*draw_step(counts_NLE, tokens_N, num_steps, (seed, w, i)), w) for i in range(drawn)
-        ]
-        step_us.append(sum(times) / drawn)
+        bytes_inside.append(float((sent_LNN * same_NN).sum()) * each_way / num_steps)
+        bytes_outside.append(float((sent_LNN * ~cost.cluster.same_node_NN).sum()) * each_way / num_steps)
+        times = []
+        for i in range(min(num_steps, STEPS_PER_WINDOW)):
+            counts, tokens, routes = traffic.step(w, i, seed)
+            routed = cost.step_time_us(*router.route(counts, tokens, w, routes))
+            times.append(routed + router.asking_us(tokens, cost))
+        step_us.append(sum(times) / len(times))
     return Replay(
         rows_WLNp=np.stack(rows),
         sent_bytes_W=np.array(bytes_inside),
@@ -193,57 +136,8 @@ def replay(traffic: Traffic, placement: ExpertPlacement, cost: Cost, split: str,
         step_us_W=np.array(step_us),
         tokens_W=traffic.tokens_WN.sum(axis=1) / traffic.steps_W,
         steps_W=traffic.steps_W,
+        bytes_from=traffic.known_from,
     )
-
-
-def route_layers(
-    split: str, replicas_L: list[Replicas], cost: Cost, counts_NLE: Array, tokens_N: Array, seed: int
-) -> tuple[Array, Array]:
-    """Counts routed to slots: int64 (L, N, p) rows of each slot, float64 (L, N, N) token rows from rank to rank.
-
-    counts_NLE: int64 pairs of each source rank for each expert; tokens_N: its tokens; `split` and `seed`: see split.split_rows.
-    """
-    rows, sent = [], []
-    for layer, replicas in enumerate(replicas_L):
-        rows_NEC = split_rows(
-            split, counts_NLE[:, layer], replicas,
-            ranks_per_node=cost.cluster.ranks_per_node, seed=seed * len(replicas_L) + layer,
-        )  # fmt: skip
-        rows.append(slot_rows(rows_NEC, replicas.slot_EC, replicas.num_ranks, replicas.slots_per_rank))
-        sent.append(sent_rows(rows_NEC, replicas.slot_EC, replicas.slots_per_rank, tokens_N))
-    return np.stack(rows), np.stack(sent)
-
-
-def exchange_us(split: str, replicas_L: list[Replicas], cost: Cost) -> float:
-    """What telling counts takes in a step, in microseconds: only in layers with replicas, for a split that asks for them."""
-    if split not in BY_COUNTS:
-        return 0.0
-    return sum(cost.counts_us(len(r.count_E)) for r in replicas_L if len(r.shared_D))
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """Routes counts to slots, layer by layer."""
-
-    replicas_L: list[Replicas]
-    cost: Cost
-    split: str
-
-    def route(self, counts_NLE: Array, tokens_N: Array, seed: int) -> tuple[Array, Array]:
-        """int64 (L, N, p) rows of each slot and float64 (L, N, N) token rows from rank to rank."""
-        return route_layers(self.split, self.replicas_L, self.cost, counts_NLE, tokens_N, seed)
-
-    def time_us(self, counts_NLE: Array, tokens_N: Array, seed: int) -> float:
-        step_us = self.cost.step_time_us(*self.route(counts_NLE, tokens_N, seed))
-        return step_us + exchange_us(self.split, self.replicas_L, self.cost)
-
-
-def draw_step(counts_NLE: Array, tokens_N: Array, num_steps: int, seed: Sequence[int]) -> tuple[Array, Array]:
-    """One of a window's `num_steps` steps, int64 as given: each pair and token falls into it with the same probability."""
-    if num_steps == 1:
-        return counts_NLE, tokens_N
-    draw = np.random.default_rng(seed)
-    return draw.binomial(counts_NLE, 1 / num_steps), draw.binomial(tokens_N, 1 / num_steps)
 
 
 def simulate(

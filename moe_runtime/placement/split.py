@@ -18,12 +18,7 @@ from moe_runtime.placement.balance import even_out, share_out
 
 Array = npt.NDArray[Any]
 SLACK = 0.002
-SPLITS = ("static", "random", "waterfill", "one_replica", "dynamic")
-BY_COUNTS = ("waterfill", "one_replica", "dynamic")
-"""Those for which ranks tell one another their counts, in layers with replicas."""
-WEIGHT_ROWS = 32
-"""Rows per expert below which a CPU core spends more time on reading the expert's weights than on computing with them, roughly:
-bytes of a weight x operations a second / (2 x bytes a second); 17 for float32 on AVX-512, 75 for bfloat16 on AMX."""
+SPLITS = ("static", "random", "waterfill", "one_replica")
 
 
 @dataclass(frozen=True)
@@ -85,16 +80,13 @@ def split_rows(
     * `random`: each token draws its replica; `seed` (say of step and layer) must be the same on all ranks;
     * `waterfill`: the fullest rank gets as few rows as possible (exactly, up to SLACK: `balance.share_out`);
     * `one_replica`: all of an expert's tokens go to one replica, so that the rank with the most experts to read has as few as
-      possible, and then its rows are levelled as far as that allows: for decode, where reading weights is what takes time;
-    * `dynamic`: one of these two by the counts, as the ranks do (`split_of`).
+      possible, and then its rows are levelled as far as that allows: for decode, where reading weights is what takes time.
 
     With waterfill, a source's own replica, else the home of its node (`ranks_per_node`), else the home is used as far as the balance
     allows.
     Raises ConfigError for an unknown method.
     """
     counts_NE = np.asarray(counts_NE, dtype=np.int64)
-    if method == "dynamic":
-        method = split_of(counts_NE)
     if method == "waterfill":
         start_DC = _favourites(counts_NE, replicas, ranks_per_node)
         return _by_source(
@@ -110,12 +102,6 @@ def split_rows(
         # Turned round, since numpy gives what rounding leaves over to the last: an expert's first replica, never padding.
         return drawn.multinomial(counts_NE, even_EC[:, ::-1])[:, :, ::-1]
     raise ConfigError(f"unknown split {method!r}; choose from {', '.join(SPLITS)}")
-
-
-def split_of(counts_NE: Array) -> str:
-    """The method that `dynamic` uses for these counts."""
-    active = np.count_nonzero(counts_NE.sum(axis=0))
-    return "one_replica" if counts_NE.sum() < WEIGHT_ROWS * active else "waterfill"
 
 
 def rank_rows(rows_NEC: Array, replicas: Replicas) -> Array:

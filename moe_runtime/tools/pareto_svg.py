@@ -13,6 +13,8 @@ LEFT, RIGHT, TOP, BOTTOM = 90, 260, 50, 60
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")
 """Of Okabe and Ito: told apart by colour-blind eyes too."""
 MOST_TICKS = 7
+NAME = 60
+"""Room for the name of the leftmost setting."""
 
 
 def pareto_svg(outcomes: Sequence[Outcome], title: str) -> str:
@@ -20,7 +22,7 @@ def pareto_svg(outcomes: Sequence[Outcome], title: str) -> str:
     xs = [o.step_us.mean for o in outcomes]
     ys = [o.tokens_per_s_per_rank for o in outcomes]
     best = pareto(outcomes)
-    to_x, to_y = _scale(xs, LEFT, WIDTH - RIGHT), _scale(ys, HEIGHT - BOTTOM, TOP)
+    to_x, to_y = _scale(xs, LEFT + NAME, WIDTH - RIGHT), _scale(ys, HEIGHT - BOTTOM, TOP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
@@ -39,7 +41,10 @@ def pareto_svg(outcomes: Sequence[Outcome], title: str) -> str:
         )
         if good:
             label = f"ep {outcome.setting.cluster.num_ranks} +{outcome.setting.redundant}"
-            parts.append(f'<text x="{to_x(x) + 8:.1f}" y="{to_y(y) - 8:.1f}" font-size="11">{label}</text>')
+            # Up and to the left of a best setting there is no other, and no line.
+            parts.append(
+                f'<text x="{to_x(x) - 8:.1f}" y="{to_y(y) - 4:.1f}" font-size="11" text-anchor="end">{label}</text>'
+            )
     for i, (algorithm, split) in enumerate(names):
         top = TOP + 20 * i
         parts.append(

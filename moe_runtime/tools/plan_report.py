@@ -18,7 +18,7 @@ from moe_runtime.placement.record import PHASES, LoadRecord
 from moe_runtime.placement.report import Analysis, analyse, prediction
 from moe_runtime.placement.report_data import Prediction, Report
 from moe_runtime.placement.report_setup import Options
-from moe_runtime.placement.split import SPLITS
+from moe_runtime.placement.run_time_split import ALL_SPLITS
 from moe_runtime.placement.stored import Model, StoredLoads
 from moe_runtime.tools.plan_inputs import cluster_of, count, read_record
 
@@ -65,9 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--split",
-        choices=SPLITS,
-        default="waterfill",
-        help="how tokens are split over replicas (default: waterfill)",
+        choices=ALL_SPLITS,
+        help="how tokens are split over replicas (default: as recorded; waterfill if the record does not say)",
     )
     parser.add_argument(
         "--phase", choices=(*PHASES, "all"), default="all", help="which tokens count (default: all)"

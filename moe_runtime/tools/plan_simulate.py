@@ -11,9 +11,9 @@ from typing import Any
 from moe_runtime.errors import ConfigError
 from moe_runtime.placement.cost import Cluster, Hardware
 from moe_runtime.placement.planner import ALGORITHMS
-from moe_runtime.placement.record import PHASES
+from moe_runtime.placement.record import PHASES, split_of_record
+from moe_runtime.placement.run_time_split import ALL_SPLITS
 from moe_runtime.placement.simulate import CONFIDENCE, Estimate, Outcome, Setting, pareto, simulate
-from moe_runtime.placement.split import SPLITS
 from moe_runtime.tools.pareto_svg import pareto_svg
 from moe_runtime.tools.plan_inputs import counts, read_record
 
@@ -30,7 +30,8 @@ columns
             step and more tokens per rank
   fullest   expert rows per step of the rank that has most, all layers together
   balanced  rows of the mean rank / rows of the fullest rank, summed over layers: 1 is perfect
-  MB/step   bytes between ranks, in the node and between nodes; GiB: experts' weights on a rank
+  MB/step   bytes between ranks, in the node and (far) between nodes: from the routes of single tokens if the record has some,
+            else expected from counts; the first line says which. GiB: experts' weights on a rank
 
 examples
   launch/plan.py simulate record
@@ -69,9 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split",
         type=names,
-        default=("waterfill",),
         metavar="LIST",
-        help=f"of {', '.join(SPLITS)} (default: waterfill)",
+        help=f"of {', '.join(ALL_SPLITS)} (default: as recorded; waterfill if the record does not say)",
     )
     parser.add_argument(
         "--phase", choices=(*PHASES, "all"), default="all", help="which tokens count (default: all)"
@@ -91,7 +91,8 @@ def names(text: str) -> tuple[str, ...]:
 def run(args: argparse.Namespace) -> str:
     """Simulate all settings; the table. Raises ConfigError."""
     record = read_record(args.record)
-    for what, given, allowed in (("algorithm", args.algorithm, ALGORITHMS), ("split", args.split, SPLITS)):
+    splits = args.split or (split_of_record(record.meta),)
+    for what, given, allowed in (("algorithm", args.algorithm, ALGORITHMS), ("split", splits, ALL_SPLITS)):
         if wrong := [name for name in given if name not in allowed]:
             raise ConfigError(f"--{what} {wrong[0]}: choose from {', '.join(allowed)}")
     settings = [
@@ -99,11 +100,15 @@ def run(args: argparse.Namespace) -> str:
         for ep in args.ep or (record.meta.num_ranks,)
         for redundant in args.redundant
         for algorithm in args.algorithm
-        for split in args.split
+        for split in splits
     ]
     hardware = Hardware.named(args.hardware)
     outcomes = simulate(record, settings, hardware, args.phase, not args.in_sample)
-    title = f"{record.meta.model}, {args.phase} tokens, on {hardware.name}: {len(outcomes[0].replay.step_us_W)} windows judged"
+    judged = outcomes[0].replay
+    title = (
+        f"{record.meta.model}, {args.phase} tokens, on {hardware.name}: {len(judged.step_us_W)} windows judged;"
+        f" bytes from {judged.bytes_from}"
+    )
     text = table(outcomes, title)
     if args.json is not None:
         _write(
@@ -174,6 +179,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "balancedness": replayed.balancedness,
         "steps": replayed.steps_W.tolist(),
         "rank_rows": replayed.rank_rows.tolist(),
+        "bytes_from": replayed.bytes_from,
         "node_bytes_per_step": replayed.sent_bytes_W.tolist(),
         "internode_bytes_per_step": replayed.internode_bytes_W.tolist(),
         "step_us_by_window": replayed.step_us_W.tolist(),

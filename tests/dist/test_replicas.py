@@ -16,7 +16,8 @@ from moe_runtime.dispatch.base import plan_dispatch
 from moe_runtime.dispatch.counts import GatherCounts, keep_counts
 from moe_runtime.errors import CapacityError
 from moe_runtime.placement.layout import layer_placement
-from moe_runtime.placement.split import Replicas, split_of, split_rows
+from moe_runtime.placement.run_time_split import split_of
+from moe_runtime.placement.split import Replicas, split_rows
 from moe_runtime.replicas import ChooseByCounts, choose_randomly
 from tests.helpers.dispatch_cases import CASES, TIMEOUT, Case, Data, make, make_data
 from tests.helpers.spawn import run_ranks

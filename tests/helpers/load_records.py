@@ -52,9 +52,9 @@ def make_record(
         wait_us_WN=draw.integers(0, 500, (num_windows, num_ranks)),
         forward_us_WN=draw.integers(1000, 2000, (num_windows, num_ranks)),
         routes=Routes(
-            step_t=np.arange(num_routes),
+            step_t=draw.integers(0, num_windows * steps, num_routes),
             rank_t=np.sort(draw.integers(0, num_ranks, num_routes)).astype(np.int32),
-            phase_t=np.zeros(num_routes, dtype=np.int8),
+            phase_t=draw.integers(0, 2, num_routes).astype(np.int8),
             request_t=np.zeros(num_routes, dtype=np.int32),
             topk_ids_tLK=ids_tLK,
         ),

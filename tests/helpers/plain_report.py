@@ -1,35 +1,90 @@
-"""A report's numbers once more, from the raw arrays with plain loops, by the definitions of docs/placement-report.md. Static split only.
+"""A report's numbers once more, from a record's own files with plain loops, by the definitions of docs/placement-report.md.
 
-Nothing of moe_runtime.placement.report* is used here.
+Nothing of moe_runtime.placement is used here but the split, whose every result is checked first: `plain_split`.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe_runtime.placement.cost import Cluster, Hardware
-from moe_runtime.placement.record import LoadRecord
+from tests.helpers.plain_patterns import Patterns, Slots
+from tests.helpers.plain_split import Rows, by_counts, by_static
 
-Slots = list[list[list[int]]]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moe_runtime.placement.cost import Cluster, Hardware
+
+PHASES = {"prefill": [0], "decode": [1], "all": [0, 1]}
 
 
-class Plain:
+def read_raw(folder: Path) -> Any:
+    """A record's arrays by the names of LoadRecord, from json and npz."""
+    meta = json.loads((folder / "record.json").read_text())
+    parts = [dict(np.load(folder / f"rank{rank}.npz")) for rank in range(meta["num_ranks"])]
+    return SimpleNamespace(
+        meta=SimpleNamespace(**meta), first_step_W=parts[0]["first_step_W"], num_steps_W=parts[0]["num_steps_W"],
+        end_time_W=parts[0]["end_time_W"], placement_W=parts[0]["placement_W"], counts_WPNLE=np.stack([p["counts_WPLE"] for p in parts], axis=2),
+        tokens_WPN=np.stack([p["tokens_WP"] for p in parts], axis=2), wait_us_WN=np.stack([p["wait_us_W"] for p in parts], axis=1),
+        forward_us_WN=np.stack([p["forward_us_W"] for p in parts], axis=1),
+        routes=[
+            (rank, int(step), int(phase), ids.tolist())
+            for rank, p in enumerate(parts)
+            for step, phase, ids in zip(p["routes_step_t"], p["routes_phase_t"], p["routes_topk_ids_tLK"], strict=True)
+        ],
+    )  # fmt: skip
+
+
+class Plain(Patterns):
     def __init__(
-        self, record: LoadRecord, hardware: Hardware, cluster: Cluster, windows: list[int], steps: int
-    ) -> None:
-        """windows: those judged; steps: most drawn from each."""
+        self, record: Any, hardware: Hardware, cluster: Cluster, windows: list[int], steps: int, split: str, phase: str
+    ) -> None:  # fmt: skip
+        """record: of read_raw. windows: those judged; steps: most drawn from each. All windows have tokens of the phase."""
         self.record, self.meta, self.hardware, self.cluster = record, record.meta, hardware, cluster
-        self.windows, self.steps = windows, steps
+        self.windows, self.steps, self.split, self.phases = windows, steps, split, PHASES[phase]
         self.half = len(record.num_steps_W) // 2
         self.ranks = range(record.meta.num_ranks)
         self.layers = range(record.meta.num_layers)
+        self.methods: set[str] = set()
+        """What the split came to somewhere."""
+        self._placed: dict[Any, Rows] = {}
+
+    def audit(self, version: int, before: Slots, after: Slots) -> tuple[float, float, float]:
+        """Gain and interval on the windows under a placement of the record, numbered anew and all judged."""
+        record = self.record
+        under = np.flatnonzero(record.placement_W == version).tolist()
+        kept = [
+            route
+            for route in record.routes
+            if sum(first <= route[1] for first in record.first_step_W.tolist()) - 1 in under
+        ]
+        changes = {name: getattr(record, name)[under] for name in vars(record) if "_W" in name}
+        part = SimpleNamespace(**{**vars(record), **changes, "routes": kept})
+        plain = Plain(
+            part, self.hardware, self.cluster, list(range(len(under))), self.steps, self.split, "all"
+        )
+        plain.half = 0
+        return plain.gain_interval(plain.times(before), plain.times(after))
 
     def count(self, w: int) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs [rank][layer][expert] and tokens [rank] of a window, phases together."""
-        return self.record.counts_WPNLE[w].sum(axis=0), self.record.tokens_WPN[w].sum(axis=0)
+        """Pairs [rank][layer][expert] and tokens [rank] of a window, the phases that count together."""
+        record = self.record
+        return record.counts_WPNLE[w][self.phases].sum(axis=0), record.tokens_WPN[w][self.phases].sum(axis=0)
+
+    def together(self, windows: Sequence[int]) -> tuple[np.ndarray, np.ndarray, int]:
+        """Pairs, tokens and steps of several windows."""
+        counted = [self.count(w) for w in windows]
+        return (
+            np.sum([counts for counts, _ in counted], axis=0),
+            np.sum([tokens for _, tokens in counted], axis=0),
+            sum(int(self.record.num_steps_W[w]) for w in windows),
+        )
 
     def draw(self, w: int, i: int) -> tuple[np.ndarray, np.ndarray]:
         counts, tokens = self.count(w)
@@ -39,31 +94,88 @@ class Plain:
         rng = np.random.default_rng((0, w - self.half, i))
         return rng.binomial(counts, 1 / num), rng.binomial(tokens, 1 / num)
 
-    def target(self, slots: Slots, layer: int, source: int, expert: int) -> int:
-        """The rank that a source's tokens for an expert go to."""
-        where = [n for n in self.ranks if expert in slots[layer][n]]
-        return source if source in where else where[source % len(where)]
+    def routes_of(self, w: int) -> list[list[list[list[int]]]]:
+        """By source rank: [token][layer] -> experts, of those with at least 32 tokens or all of them; others have none."""
+        firsts = self.record.first_step_W.tolist()
+        end = firsts[w + 1] if w + 1 < len(firsts) else math.inf
+        found: list[list[Any]] = [[] for _ in self.ranks]
+        for rank, step, phase, ids in self.record.routes:
+            if firsts[w] <= step < end and phase in self.phases:
+                found[rank].append(ids)
+        tokens = self.count(w)[1].tolist()
+        return [f if len(f) >= min(32, t) else [] for f, t in zip(found, tokens, strict=True)]
 
-    def rows(self, slots: Slots, counts: np.ndarray) -> list[list[dict[int, float]]]:
+    def weights(self, w: int, i: int, tokens: np.ndarray) -> list[list[float]]:
+        """By source and kept token: how many of the step's tokens it stands for."""
+        routes, num = self.routes_of(w), int(self.record.num_steps_W[w])
+        if num == 1:
+            return [[t / max(len(r), 1)] * len(r) for r, t in zip(routes, tokens.tolist(), strict=True)]
+        rng = np.random.default_rng((0, w - self.half, i, 1))
+        return [
+            rng.multinomial(t, [1 / len(r)] * len(r)).tolist() if r else []
+            for r, t in zip(routes, tokens.tolist(), strict=True)
+        ]
+
+    def method(self, pairs: np.ndarray, tokens: np.ndarray, num_steps: int) -> str:
+        """What the split comes to for a layer's pairs [rank][expert] in a step, the mean one if there are several."""
+        if self.split == "auto" and max(tokens.tolist()) / num_steps < 64:
+            return "static"
+        if self.split not in ("auto", "dynamic"):
+            return self.split
+        active = sum(sum(row[e] for row in pairs.tolist()) > 0 for e in range(pairs.shape[1]))
+        return "one_replica" if pairs.sum() / num_steps < 32 * active else "waterfill"
+
+    def place(
+        self, slots: Slots, layer: int, counts: np.ndarray, tokens: np.ndarray, num_steps: int = 1
+    ) -> Rows:
+        """[source][expert] -> {rank: rows}."""
+        ours = counts[:, layer]
+        method = self.method(ours, tokens, num_steps)
+        self.methods.add(method)
+        key = (method, json.dumps(slots[layer]), ours.tobytes())
+        if key not in self._placed:
+            if method == "static":
+                self._placed[key] = by_static(slots[layer], ours)
+            else:
+                self._placed[key] = by_counts(method, slots[layer], ours, self.cluster.ranks_per_node)
+        return self._placed[key]
+
+    def rows(
+        self, slots: Slots, counts: np.ndarray, tokens: np.ndarray, num_steps: int = 1
+    ) -> list[list[dict[int, float]]]:
         """[layer][rank] -> {expert: rows}."""
         rows: list[list[dict[int, float]]] = [[{} for _ in self.ranks] for _ in self.layers]
         for layer in self.layers:
-            for source in self.ranks:
-                for expert, pairs in enumerate(counts[source][layer].tolist()):
-                    of_rank = rows[layer][self.target(slots, layer, source, expert)]
-                    of_rank[expert] = of_rank.get(expert, 0) + pairs
+            for of_source in self.place(slots, layer, counts, tokens, num_steps):
+                for expert, of_expert in enumerate(of_source):
+                    for rank, pairs in of_expert.items():
+                        of_rank = rows[layer][rank]
+                        of_rank[expert] = of_rank.get(expert, 0) + pairs
         return rows
 
-    def sent(self, slots: Slots, counts: np.ndarray, tokens: np.ndarray, layer: int) -> np.ndarray:
+    def sent(
+        self, slots: Slots, counts: np.ndarray, tokens: np.ndarray, layer: int, w: int, i: int
+    ) -> np.ndarray:
         """Token rows from rank to rank, each token once."""
+        placed, routes = self.place(slots, layer, counts, tokens), self.routes_of(w)
+        weights = self.weights(w, i, tokens)
         sent = np.zeros((len(self.ranks),) * 2)
         for a in self.ranks:
             for b in self.ranks:
-                missed = 1.0
-                for expert, pairs in enumerate(counts[a][layer].tolist()):
-                    if self.target(slots, layer, a, expert) == b:
-                        missed *= 1 - min(pairs / max(int(tokens[a]), 1), 1.0)
-                sent[a, b] = (1 - missed) * tokens[a]
+                if not routes[a]:
+                    missed = 1.0
+                    for of_expert in placed[a]:
+                        missed *= 1 - min(of_expert.get(b, 0) / max(int(tokens[a]), 1), 1.0)
+                    sent[a, b] = (1 - missed) * tokens[a]
+                for ids, weight in zip(routes[a], weights[a], strict=True):
+                    missed = 1.0
+                    for expert in ids[layer]:
+                        pairs = int(counts[a][layer][expert])
+                        if pairs:
+                            missed *= 1 - placed[a][expert].get(b, 0) / pairs
+                        else:
+                            missed *= self.target(slots, layer, a, expert) != b
+                    sent[a, b] += weight * (1 - missed)
         return sent
 
     def compute_us(self, rows: dict[int, float], tile: int) -> float:
@@ -93,6 +205,18 @@ class Plain:
                 slowest = max(slowest, sum(sent[p] for p in link if p[1] == rank) / rate)
         return slowest * size * 1e6 + (self.hardware.latency_us if len(self.ranks) > 1 else 0)
 
+    def asking_us(self, slots: Slots, layer: int, tokens: np.ndarray) -> float:
+        """Of telling counts, 4 bytes for each expert, where an expert has copies and the split asks."""
+        held = [e for rank in slots[layer] for e in rank if e >= 0]
+        asks = self.split not in ("static", "random", "auto") or (
+            self.split == "auto" and max(tokens.tolist()) >= 64
+        )
+        if not asks or len(held) == len(set(held)):
+            return 0.0
+        num = len(self.ranks)
+        told = np.full((num, num), float(len(set(held))))
+        return self.travel_us(told, 4)
+
     def even(self, sent: np.ndarray) -> np.ndarray:
         result = np.zeros(sent.shape)
         for near in (True, False):
@@ -106,7 +230,8 @@ class Plain:
                 result[pair] = sum(sent[p] for p in link) / len(link)
         return result
 
-    def step(self, slots: Slots, counts: np.ndarray, tokens: np.ndarray) -> dict[str, Any]:
+    def step(self, slots: Slots, w: int, i: int) -> dict[str, Any]:
+        counts, tokens = self.draw(w, i)
         num = len(self.ranks)
         got: dict[str, Any] = {
             "even": 0.0,
@@ -117,15 +242,16 @@ class Plain:
             "fullest": 0.0,
         }
         got["bytes"], got["wait"] = np.zeros((num, num)), np.zeros((num, num))
-        rows = self.rows(slots, counts)
+        rows = self.rows(slots, counts, tokens)
         for layer in self.layers:
             tiled = [self.compute_us(rows[layer][n], self.hardware.tile_rows) for n in self.ranks]
             plain = [self.compute_us(rows[layer][n], 1) for n in self.ranks]
-            sent = self.sent(slots, counts, tokens, layer)
+            sent = self.sent(slots, counts, tokens, layer, w, i)
             there, back = self.meta.row_bytes, self.meta.return_bytes
             travel = self.travel_us(sent, there) + self.travel_us(sent.T, back)
             level = self.travel_us(self.even(sent), there) + self.travel_us(self.even(sent).T, back)
-            got["even"] += sum(plain) / num + level
+            asking = self.asking_us(slots, layer, tokens)
+            got["even"] += sum(plain) / num + level + asking
             got["imbalance"] += max(plain) - sum(plain) / num
             got["padding"] += max(tiled) - max(plain)
             got["incast"] += travel - level
@@ -141,13 +267,18 @@ class Plain:
         got["total"] = got["even"] + got["imbalance"] + got["padding"] + got["incast"]
         return got
 
+    def times(self, slots: Slots) -> list[float]:
+        """By judged window: mean over its steps."""
+        steps = [range(min(int(self.record.num_steps_W[w]), self.steps)) for w in self.windows]
+        return [
+            sum(self.step(slots, w, i)["total"] for i in drawn) / len(drawn)
+            for w, drawn in zip(self.windows, steps, strict=True)
+        ]
+
     def judge(self, slots: Slots) -> dict[str, Any]:
         """Means over steps, then over windows; `times` by window."""
         by_window = [
-            [
-                self.step(slots, *self.draw(w, i))
-                for i in range(min(int(self.record.num_steps_W[w]), self.steps))
-            ]
+            [self.step(slots, w, i) for i in range(min(int(self.record.num_steps_W[w]), self.steps))]
             for w in self.windows
         ]
 
@@ -166,14 +297,14 @@ class Plain:
 
     def mean_imbalance(self, slots: Slots, windows: list[int]) -> float:
         """Of the windows' mean load, scaled to the pairs of a judged step."""
-        counts = sum(self.count(w)[0] for w in windows)
-        rows = self.rows(slots, np.asarray(counts))
+        counts, _, _ = self.together(windows)
+        rows = self.rows(slots, *self.together(windows))
         total = 0.0
         for layer in self.layers:
             wanted = sum(
                 self.count(w)[0][:, layer].sum() / self.record.num_steps_W[w] for w in self.windows
             ) / len(self.windows)
-            scale = wanted / np.asarray(counts)[:, layer].sum()
+            scale = wanted / counts[:, layer].sum()
             times = [
                 self.compute_us({e: r * scale for e, r in rows[layer][n].items()}, 1) for n in self.ranks
             ]
@@ -193,56 +324,3 @@ class Plain:
                     bytes_[source, rank] += self.meta.expert_bytes
                     moved += 1
         return moved, bytes_
-
-    def gain_interval(self, before: list[float], after: list[float]) -> tuple[float, float, float]:
-        """Moving blocks of ceil(cube root of W) windows; 5 and 95 % of 1000 draws."""
-        num = len(before)
-        length = next(b for b in range(1, num + 1) if b**3 >= num)
-        firsts = np.random.default_rng(0).integers(num - length + 1, size=(1000, -(-num // length)))
-        gains = []
-        for row in firsts.tolist():
-            chosen = [first + i for first in row for i in range(length)][:num]
-            gains.append(1 - sum(after[c] for c in chosen) / sum(before[c] for c in chosen))
-        return 1 - sum(after) / sum(before), _quantile(gains, 0.05), _quantile(gains, 0.95)
-
-    def mean_interval(self, times: list[float]) -> tuple[float, float, float]:
-        """Plain bootstrap."""
-        chosen = np.random.default_rng(0).integers(len(times), size=(1000, len(times))).tolist()
-        means = [sum(times[c] for c in row) / len(row) for row in chosen]
-        return sum(times) / len(times), _quantile(means, 0.05), _quantile(means, 0.95)
-
-    def similarity(self) -> list[float]:
-        """By lag from 1."""
-        deviations = []
-        for w in range(len(self.record.num_steps_W)):
-            counts = self.count(w)[0].sum(axis=0)
-            deviations.append([x / (sum(row) / len(row)) - 1 for row in counts.tolist() for x in row])
-        result = []
-        for lag in range(1, len(deviations) // 2 + 1):
-            pairs = list(zip(deviations, deviations[lag:], strict=False))
-            result.append(
-                sum(sum(a * b for a, b in zip(x, y, strict=True)) / len(x) for x, y in pairs) / len(pairs)
-            )
-        return result
-
-    def ranks_per_token(self, slots: Slots) -> float:
-        routes, total = self.record.routes, 0
-        for t in range(len(routes.rank_t)):
-            for layer in self.layers:
-                total += len(
-                    {
-                        self.target(slots, layer, int(routes.rank_t[t]), e)
-                        for e in routes.topk_ids_tLK[t, layer].tolist()
-                        if e >= 0
-                    }
-                )
-        return total / (len(routes.rank_t) * len(self.layers))
-
-
-def _quantile(values: list[float], share: float) -> float:
-    """Linear between the nearest two."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

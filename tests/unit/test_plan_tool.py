@@ -6,6 +6,7 @@ import json
 import random
 import runpy
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,9 @@ def test_simulate(tool: Any, tmp_path: Path, seed: int) -> None:
     for static, filled in zip(outcomes[::2], outcomes[1::2], strict=True):
         assert static["balancedness"] <= filled["balancedness"] + 1e-9
     assert (tmp_path / "out.svg").read_text().startswith("<svg ")
+    assert all(" waterfill " in line for line in tool("simulate", record).splitlines()[2:])
+    write_random_record(record, seed, num_windows=6, split="static")
+    assert all(" static " in line for line in tool("simulate", record).splitlines()[2:])
 
 
 def test_simulations_that_cannot_be(tool: Any, tmp_path: Path, seed: int) -> None:
@@ -235,6 +239,10 @@ def test_simulations_that_cannot_be(tool: Any, tmp_path: Path, seed: int) -> Non
         (["--algorithm", "best"], "--algorithm best: choose from ours, deepseek, contiguous"),
         (["--split", "fair"], "--split fair: choose from static"),
         (["--redundant", "9"], "9 redundant experts do not fit: 8 experts on 2 ranks allow at most 8"),
+        (["--ep", "9"], "gives every rank a slot, but there are 8 slots for 9 ranks"),
+        (["--hardware", "h300"], "hardware 'h300': choose from h200, b200, cpu, or name a .yaml file"),
+        (["--hardware", "absent.yaml"], "hardware file 'absent.yaml' cannot be read"),
+        (["--topology", "4x8"], "topology '4x8' must look like nodes=4x8"),
         (["--ep", "3", "--algorithm", "deepseek"], "ranks with different numbers of slots (8 slots on 3 ranks: give a multiple of 3); choose 'ours'"),
         (["--json", str(tmp_path / "absent" / "x.json")], "cannot be written"),
     ]:  # fmt: skip
@@ -243,3 +251,58 @@ def test_simulations_that_cannot_be(tool: Any, tmp_path: Path, seed: int) -> Non
     assert "must be an integer" in tool("simulate", record, "--ep", "2,x", status=2)
     np.savez(tmp_path / "weight.npz", weight=np.ones((1, 2)))
     assert "has sums only; this needs a record" in tool("simulate", tmp_path / "weight.npz", status=1)
+
+
+def test_records_that_are_none(tool: Any, tmp_path: Path, seed: int) -> None:
+    """One line for each, from simulate and report alike."""
+    sound = tmp_path / "sound"
+    write_random_record(sound, seed)
+    meta = json.loads((sound / "record.json").read_text())
+    with np.load(sound / "rank1.npz") as file:
+        arrays = dict(file)
+    whole = (sound / "rank1.npz").read_bytes()
+
+    def refused(message: str) -> None:
+        for argv in (["simulate", record], ["report", record, "-o", tmp_path / "out"]):
+            error = tool(*argv, status=1)
+            assert message in error
+            assert str(record) in error
+
+    for number, (changes, message) in enumerate([
+        ({"num_ranks": 0}, "num_ranks is 0, must be at least 1"),
+        ({"hidden_size": -1}, "hidden_size is -1, must be at least 1"),
+        ({"num_ranks": 3}, "placement 0 must have 3 layers of 3 ranks with equally many slots"),
+        ({"placements": []}, "rank0.npz: placement_W has values from 0 to 0, allowed are 0 to -1"),
+        ({"placements": [[[[0, 9], [1, 2]]] * 3]}, "placement 0 has expert 9; allowed are -1 to 7"),
+        ({"split": "best"}, "split 'best' must be one of auto, dynamic, static, random"),
+        ({"version": 2}, "has version 2; this program reads version 1"),
+        ({"top_k": "two"}, "record.json: Expected `int`, got `str`"),
+    ]):  # fmt: skip
+        record = copytree(sound, tmp_path / f"meta{number}")
+        (record / "record.json").write_text(json.dumps(meta | changes))
+        refused(message)
+    for number, (name, change, message) in enumerate([
+        ("tokens_WP", lambda x: x[:, :1], "tokens_WP is int64 of shape (4, 1), wanted finite numbers of shape (4, 2)"),
+        ("counts_WPLE", lambda x: -x - 1, "counts_WPLE has values from"),
+        ("end_time_W", lambda x: x * np.nan, "end_time_W is float64 of shape (4,), wanted finite numbers"),
+        ("placement_W", lambda x: x + 1, "placement_W has values from 1 to 1, allowed are 0 to 0"),
+        ("wait_us_W", lambda x: x.astype(str), "wait_us_W is <U21 of shape (4,), wanted finite numbers"),
+        ("routes_topk_ids_tLK", lambda _: np.zeros((1, 3, 2)), "wanted finite numbers of shape (0, 3, 2)"),
+        ("first_step_W", lambda x: x + 1, "ranks 0 and 1 did not record the same steps"),
+    ]):  # fmt: skip
+        record = copytree(sound, tmp_path / f"array{number}")
+        np.savez(record / "rank1.npz", **{**arrays, name: change(arrays[name])})
+        refused(message)
+    record = tmp_path / "routes"
+    copytree(sound, record)
+    routes = {"step_t": [0], "phase_t": [0], "request_t": [0], "topk_ids_tLK": [[[0, 8]] * 3]}
+    np.savez(record / "rank1.npz", **arrays | {f"routes_{name}": np.array(x) for name, x in routes.items()})
+    refused("routes_topk_ids_tLK has values from 0 to 8, allowed are -1 to 7")
+    for length in (0, 10, len(whole) // 2, len(whole) - 5):
+        (record / "rank1.npz").write_bytes(whole[:length])
+        refused("rank1.npz: is damaged")
+    (record / "rank1.npz").unlink()
+    refused("rank1.npz: cannot be read")
+    record = tmp_path / "empty"
+    write_random_record(record, seed, num_windows=0)
+    refused("is empty: no step was recorded")

@@ -359,7 +359,7 @@ def meta(num_ranks: int) -> RecordMeta:
     return RecordMeta(
         model="m", checkpoint="0" * 64, architecture="A", num_layers=L, num_experts=E, top_k=K, num_ranks=num_ranks,
         hidden_size=8, intermediate_size=4, expert_bytes=96, row_bytes=32, return_bytes=32, dtype="float32",
-        hardware="none", started_at="2026-01-01T00:00:00+00:00", placements=[PLACEMENT],
+        hardware="none", started_at="2026-01-01T00:00:00+00:00", placements=[[layer * num_ranks for layer in PLACEMENT]],
     )  # fmt: skip
 
 

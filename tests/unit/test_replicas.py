@@ -9,7 +9,7 @@ import torch
 from moe_runtime.core import Routing
 from moe_runtime.dispatch.base import plan_dispatch
 from moe_runtime.placement.layout import contiguous, layer_placement
-from moe_runtime.placement.split import WEIGHT_ROWS, split_of
+from moe_runtime.placement.run_time_split import WEIGHT_ROWS, split_of
 from moe_runtime.replicas import choose_randomly, deal
 
 

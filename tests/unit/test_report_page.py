@@ -116,12 +116,14 @@ def test_the_page_on_a_phone(folder: Path) -> None:
 
 
 def check_in_browser(page: str, folder: Path) -> None:
-    """Draws everything, says nothing on the console, and does not scroll sideways at a phone's width, tables opened or not."""
+    """Draws everything, says nothing on the console, and at a phone's width, tables opened or not, does not scroll sideways and has
+    no text that is cut, lies on another or repeats its neighbour along an axis."""
     seen = browse(page, folder)
     numbers = embedded(page)
     assert seen["errors"] == []
     for when in ("closed", "opened"):
         assert seen[when]["scroll"] <= PHONE, seen
+        assert seen[when]["bad"] == []
     assert seen["closed"]["empty"] == []
     assert seen["closed"]["charts"] >= 13
     assert seen["opened"]["cells"] > len(numbers["layers"]["load_LE"]) * 4
@@ -133,9 +135,23 @@ WRAPPER = """<!DOCTYPE html><body style="margin:0"><iframe id="frame" style="wid
 const frame = document.getElementById("frame");
 function look() {
   const d = frame.contentDocument;
+  const bad = [];
+  for (const s of d.querySelectorAll(".labels span")) {
+    if (frame.contentWindow.getComputedStyle(s).visibility === "visible" && s.scrollWidth > s.clientWidth) bad.push(["cut", s.textContent]);
+  }
+  for (const svg of d.querySelectorAll("figure svg")) {
+    const texts = [...svg.querySelectorAll("text")].map(t => [t.textContent, t.getBoundingClientRect()]), edge = svg.getBoundingClientRect();
+    texts.forEach(([a, p], i) => {
+      if (p.left < edge.left - 1 || p.right > edge.right + 1) bad.push(["outside", a]);
+      for (const [b, q] of texts.slice(i + 1)) {
+        if (p.left + 1 < q.right && q.left + 1 < p.right && p.top + 3 < q.bottom && q.top + 3 < p.bottom) bad.push(["overlap", a, b]);
+        if (a === b && Math.abs(p.right - q.right) < 1) bad.push(["repeated", a]);
+      }
+    });
+  }
   const drawn = node => node.tagName === "svg" ? node.childElementCount > 0 : node.width > 0 && node.height > 0;
   const charts = [...d.querySelectorAll("figure svg, figure .cells canvas")];
-  return { scroll: d.documentElement.scrollWidth, charts: charts.length, empty: [...d.querySelectorAll("figure")].filter(f =>
+  return { bad, scroll: d.documentElement.scrollWidth, charts: charts.length, empty: [...d.querySelectorAll("figure")].filter(f =>
     !f.querySelector("svg, canvas")).map(f => f.id).concat(charts.filter(c => !drawn(c)).map(c => c.outerHTML.slice(0, 80))), cells: d.querySelectorAll("td").length };
 }
 frame.onload = () => setTimeout(() => {
@@ -174,6 +190,13 @@ def test_the_browser_check_can_fail(folder: Path) -> None:
     assert browse(page.replace("losses();\n", "losses(); nonsense();\n"), folder)["errors"]
     wide = page.replace("</main>", '<div style="width:500px">wide</div></main>')
     assert browse(wide, folder)["closed"]["scroll"] > PHONE
+    crowded = page.replace("- x(wanted[i - 1]) > 20", "- x(wanted[i - 1]) > -1").replace(
+        "at: points.map(p => p[0])", "at: numbers(80).map(i => i / 10)"
+    )
+    crowded = crowded.replace("clientWidth < wide * columns", "clientWidth < columns").replace(
+        "say = short", "say = () => 1"
+    )
+    assert {what for what, *_ in browse(crowded, folder)["closed"]["bad"]} >= {"overlap", "cut", "repeated"}
 
 
 def test_what_cannot_be_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,23 +16,15 @@ from moe_runtime.errors import ConfigError
 from moe_runtime.placement.cost import Cluster, Cost, Hardware, ModelCost
 from moe_runtime.placement.layout import contiguous, layer_placement
 from moe_runtime.placement.record import load_record
-from moe_runtime.placement.simulate import (
-    STEPS_PER_WINDOW,
-    Setting,
-    Traffic,
-    deal,
-    draw_step,
-    pareto,
-    ratio_estimate,
-    replay,
-    route_layers,
-    simulate,
-    traffic_of,
-)
-from moe_runtime.placement.split import SPLITS, Replicas
+from moe_runtime.placement.router import Router
+from moe_runtime.placement.run_time_split import ALL_SPLITS
+from moe_runtime.placement.simulate import STEPS_PER_WINDOW, Setting, pareto, ratio_estimate, replay, simulate
+from moe_runtime.placement.traffic import Traffic, deal, draw_step, traffic_of
 from moe_runtime.tools.pareto_svg import pareto_svg
 from moe_runtime.tools.plan_simulate import as_json, cluster_for, table
+from tests.helpers.load_records import drifting, make_record, write_record
 from tests.helpers.placements import random_placement
+from tests.helpers.plain_report import Plain, read_raw
 from tests.helpers.records import write_random_record
 
 MODEL = ModelCost(hidden=10, intermediate=5, expert_bytes=1000, row_bytes=20, return_bytes=40, top_k=2)
@@ -68,7 +60,7 @@ def test_one_step_by_hand() -> None:
     assert got.step_us_W.tolist() == [pytest.approx(2400 / 3 + 5 * 20 + 5 * 40 + 14)]
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", ALL_SPLITS)
 def test_no_row_is_lost(split: str, seed: int) -> None:
     draw = np.random.default_rng(seed)
     num_experts, num_ranks = int(draw.integers(3, 9)), int(draw.integers(2, 5))
@@ -90,7 +82,7 @@ def test_no_row_is_lost(split: str, seed: int) -> None:
     assert (got.step_us_W > 0).all()
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", ALL_SPLITS)
 def test_telling_counts_is_charged_where_there_are_replicas(split: str, seed: int) -> None:
     """Experts 0 to 4 on two ranks; expert 0 has a second copy in the second of three layers."""
     drawn = random_traffic(seed, 4, 2, 3, 5)
@@ -98,12 +90,15 @@ def test_telling_counts_is_charged_where_there_are_replicas(split: str, seed: in
     alone, copied = ((0, 1, 2), (3, 4, -1)), ((0, 1, 2), (3, 4, 0))
     placement = ExpertPlacement(slots=(alone, copied, alone), num_experts=5)
     model = cost(2)
-    replicas_L = [Replicas.of(np.array(layer), 5) for layer in placement.slots]
+    router = Router.of(placement, split, model.cluster.ranks_per_node)
     got = replay(traffic, placement, model, split)
     for w in range(4):
-        routed = route_layers(split, replicas_L, model, traffic.counts_WNLE[w], traffic.tokens_WN[w], w)
+        routed = router.route(traffic.counts_WNLE[w], traffic.tokens_WN[w], w)
+        asked = split in ("waterfill", "one_replica", "dynamic") or (
+            split == "auto" and traffic.tokens_WN[w].max() >= 64
+        )
         # 7 us of latency, and 5 counts of 4 bytes at 1 byte per us.
-        extra = 0 if split in ("static", "random") else 7 + 20
+        extra = 7 + 20 if asked else 0
         assert got.step_us_W[w] == pytest.approx(model.step_time_us(*routed) + extra)
 
 
@@ -202,6 +197,42 @@ def test_estimates(seed: int) -> None:
     assert math.isnan(single.low)
     alike = ratio_estimate(np.full(9, 2.0), np.full(9, 4.0))
     assert (alike.low, alike.mean, alike.high) == (0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("split", "steps", "num_routes"), [("static", 1, 700), ("waterfill", 1, 1700), ("dynamic", 3, 300)]
+)
+def test_times_and_bytes_once_more(
+    split: str, steps: int, num_routes: int, seed: int, tmp_path: Path
+) -> None:
+    """From the record's own files by plain loops, at the recorded number of ranks."""
+    popularity = drifting(9, 2, 7, 0.2, seed)
+    made = make_record(popularity, seed, num_ranks=4, num_routes=num_routes, steps=steps)
+    record = load_record(write_record(made, tmp_path))
+    cluster = Cluster(2, 2)
+    (outcome,) = simulate(record, [Setting(cluster, 4, "ours", split)], HARDWARE)
+    windows = [4, 5, 6, 7, 8]
+    plain = Plain(read_raw(tmp_path), HARDWARE, cluster, windows, STEPS_PER_WINDOW, split, "all")
+    slots = [[list(rank) for rank in layer] for layer in outcome.placement.slots]
+    times = plain.times(slots)
+    got = outcome.replay
+    assert got.step_us_W == pytest.approx(times, rel=1e-9)
+    assert outcome.step_us.mean == pytest.approx(sum(times) / 5, rel=1e-9)
+    tokens = [plain.count(w)[1].sum() / steps for w in windows]
+    assert outcome.tokens_per_s.mean == pytest.approx(sum(tokens) / sum(times) * 1e6, rel=1e-9)
+    rows = [plain.rows(slots, *plain.count(w), steps) for w in windows]
+    wanted = [[sum(sum(layer[n].values()) for layer in of_window) for n in range(4)] for of_window in rows]
+    assert got.rank_rows.tolist() == wanted
+    known = [bool(routes) for w in windows for routes in plain.routes_of(w)]
+    # About 19, 47 and 8 tokens with routes for each source and window; from 32 on they count.
+    assert got.bytes_from == ("routes" if all(known) else "routes and counts" if any(known) else "counts")
+    if steps > 1:
+        return
+    for window, at in enumerate(windows):
+        sent = plain.step(slots, at, 0)["bytes"]
+        near = sum(sent[a, b] for a in range(4) for b in range(4) if a // 2 == b // 2)
+        assert got.sent_bytes_W[window] == pytest.approx(near, rel=1e-9)
+        assert got.internode_bytes_W[window] == pytest.approx(sent.sum() - near, rel=1e-9)
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say(seed: int) -> None:

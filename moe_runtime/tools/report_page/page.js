@@ -17,11 +17,12 @@ function short(value) {
   if (value === null || value === undefined) return "-";
   if (Number.isInteger(value) && Math.abs(value) < 10000) return String(value);
   const size = Math.abs(value);
-  if (size >= 1e9) return (value / 1e9).toPrecision(3) + "G";
-  if (size >= 1e6) return (value / 1e6).toPrecision(3) + "M";
-  if (size >= 1e4) return (value / 1e3).toPrecision(3) + "k";
+  for (const [least, unit, letter] of [[1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]]) {
+    if (size >= least) return Number((value / unit).toPrecision(3)) + letter;
+  }
   return size > 0 && size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
 }
+const time = us => us >= 1e6 ? short(us / 1e6) + " s" : us >= 1e3 ? short(us / 1e3) + " ms" : short(us) + " µs";
 const percent = value => value === null ? "-" : (Math.round(1000 * value) / 10 + 0).toFixed(1) + " %";
 const numbers = length => Array.from({ length }, (_, i) => i);
 
@@ -33,7 +34,7 @@ function element(name, attributes = {}, ...children) {
 }
 
 function table(head, rows, words = []) {
-  const top = element("tr", {}, ...head.map(text => element("th", { scope: "col" }, text)));
+  const top = element("tr", {}, ...head.map((text, i) => element("th", words.includes(i) ? { scope: "col", class: "words" } : { scope: "col" }, text)));
   const body = rows.map(row => element("tr", {}, ...row.map((cell, i) =>
     i === 0 ? element("th", { scope: "row" }, String(cell))
       : element("td", words.includes(i) ? { class: "words" } : {}, typeof cell === "number" ? short(cell) : String(cell)))));
@@ -60,10 +61,13 @@ function paint(canvas, matrix, toShare) {
   context.putImageData(image, 0, 0);
 }
 
-// Numbers in the cells of a small matrix.
+// Numbers in the cells of a small matrix, where they are wide enough.
 function labels(matrix, toShare) {
-  const grid = element("div", { class: "labels", "aria-hidden": "true", style: `grid-template-columns:repeat(${matrix[0].length},minmax(0,1fr))` });
-  for (const value of matrix.flat()) grid.append(element("span", { class: toShare(value) > 0.6 ? "dark" : "" }, short(value)));
+  const columns = matrix[0].length;
+  const grid = element("div", { class: "labels", "aria-hidden": "true", style: `grid-template-columns:repeat(${columns},minmax(0,1fr))` });
+  for (const value of matrix.flat()) grid.append(element("span", { class: toShare(value) > 0.5 ? "dark" : "" }, short(value)));
+  const wide = 6 + 7 * Math.max(...matrix.flat().map(value => short(value).length));
+  new ResizeObserver(() => { grid.style.visibility = grid.clientWidth < wide * columns ? "hidden" : "visible"; }).observe(grid);
   return grid;
 }
 
@@ -116,19 +120,21 @@ function drawing(id, height, label, draw) {
   return figure;
 }
 
-function ticks(low, high) {
+function ticks(low, high, least = 0) {
   const rough = (high - low) / 4 || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map(m => m * power).find(s => s >= rough * 0.999);
+  const step = [1, 2, 5, 10].map(m => m * power).find(s => s >= rough * 0.999 && s >= least);
   const first = Math.ceil(low / step - 1e-9);
   return numbers(Math.floor(high / step + 1e-9) - first + 1).map(i => (first + i) * step);
 }
 
-// series: [{name, points: [[x, y]], bars: [[x, low, high]], colour, dash}]; across: title of the axis below
-function lines(id, label, series, across, say = short, floor = 0, height = 230) {
+// series: [{name, points: [[x, y]], bars: [[x, low, high]], colour, dash}]; across: title of the axis below; options: say (y to text),
+// shown (ys that the axis holds at least), whole (x are whole numbers), at (where x has labels)
+function lines(id, label, series, across, { say = short, shown = [0], whole = false, at = null } = {}) {
+  const height = 230;
   const points = series.flatMap(s => [...s.points, ...(s.bars || []).flatMap(([x, low, high]) => [[x, low], [x, high]])]);
-  const xs = points.map(p => p[0]), ys = points.map(p => p[1]).concat(floor);
-  const [left, right, top, bottom] = [52, 16, 10, 40];
+  const xs = points.map(p => p[0]), ys = points.map(p => p[1]).concat(shown);
+  const [left, right, top, bottom] = [60, 16, 10, 40];
   const range = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys) || 1];
   const figure = drawing(id, height, label, (add, width) => {
     const x = value => range[1] > range[0] ? left + (value - range[0]) / (range[1] - range[0]) * (width - left - right) : width / 2;
@@ -137,13 +143,13 @@ function lines(id, label, series, across, say = short, floor = 0, height = 230) 
       add("path", { d: `M${left} ${y(value)}H${width - right}`, class: Math.abs(value) < 1e-12 ? "zero" : "axis" });
       add("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, say(value));
     }
-    const wanted = ticks(range[0], range[1]).filter(v => v >= range[0] && v <= range[1]);
-    for (const value of wanted) add("text", { x: x(value), y: height - bottom + 16, "text-anchor": "middle" }, short(value));
+    const wanted = (at || ticks(range[0], range[1], whole ? 1 : 0)).filter(v => v >= range[0] && v <= range[1]);
+    for (const value of wanted.filter((v, i) => !i || x(v) - x(wanted[i - 1]) > 20)) add("text", { x: x(value), y: height - bottom + 16, "text-anchor": "middle" }, short(value));
     add("text", { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, across);
     for (const line of series) {
       const path = line.points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
       add("path", { d: path, fill: "none", "stroke-width": 2, "stroke-dasharray": line.dash || "none", style: `stroke:var(${line.colour})` });
-      for (const [at, low, high] of line.bars || []) add("path", { d: `M${x(at)} ${y(low)}V${y(high)}m-5 0h10M${x(at) - 5} ${y(low)}h10`, style: `stroke:var(${line.colour})` });
+      for (const [place, low, high] of line.bars || []) add("path", { d: `M${x(place)} ${y(low)}V${y(high)}m-5 0h10M${x(place) - 5} ${y(low)}h10`, style: `stroke:var(${line.colour})` });
       if (line.points.length <= 64) for (const p of line.points) add("circle", { cx: x(p[0]), cy: y(p[1]), r: 3, style: `fill:var(${line.colour})` });
     }
   });
@@ -177,17 +183,17 @@ function legend(entries) {
 
 // Intervals on one axis with zero: [[name, {mean, low, high}]]
 function intervals(id, label, entries) {
-  const values = entries.flatMap(([, g]) => [g.mean, g.low, g.high]).filter(v => v !== null).concat(0);
+  const values = entries.flatMap(([, g]) => [g.mean, g.low, g.high]).filter(v => v !== null).concat(0, 0.01);
   const low = Math.min(...values), high = Math.max(...values), height = 34 + 44 * entries.length;
   const figure = drawing(id, height, label, (add, width) => {
-    const x = value => 20 + (value - low) / (high - low || 1) * (width - 50);
+    const x = value => 28 + (value - low) / (high - low || 1) * (width - 58);
     for (const value of ticks(low, high)) {
       add("path", { d: `M${x(value)} 0V${height - 22}`, class: Math.abs(value) < 1e-12 ? "zero" : "axis" });
       add("text", { x: x(value), y: height - 6, "text-anchor": "middle" }, percent(value));
     }
     entries.forEach(([name, gain], i) => {
       const y = 30 + 44 * i, ends = [gain.low ?? gain.mean, gain.high ?? gain.mean];
-      add("text", { x: 24, y: y - 12, class: "strong" }, `${name}: ${percent(gain.mean)}`);
+      add("text", { x: 32, y: y - 12, class: "strong" }, `${name}: ${percent(gain.mean)}`);
       add("path", { d: `M${x(ends[0])} ${y}H${x(ends[1])}M${x(ends[0])} ${y - 6}v12M${x(ends[1])} ${y - 6}v12`, "stroke-width": 2, style: "stroke:var(--c1)" });
       add("circle", { cx: x(gain.mean), cy: y, r: 5, style: "fill:var(--c1)" });
     });
@@ -204,14 +210,14 @@ function losses() {
   const sums = both.map(([, parts]) => [PARTS.reduce((s, [key]) => s + Math.min(parts[key], 0), 0), PARTS.reduce((s, [key]) => s + Math.max(parts[key], 0), 0)]);
   const low = Math.min(...sums.map(s => s[0])), high = Math.max(...sums.map(s => s[1])) || 1;
   const figure = drawing("losses", 170, "Parts of the step time before and after", (add, width) => {
-    const x = value => 10 + (value - low) / (high - low) * (width - 40);
+    const x = value => 16 + (value - low) / (high - low) * (width - 46);
     for (const value of ticks(low, high)) {
       add("path", { d: `M${x(value)} 0V146`, class: Math.abs(value) < 1e-12 ? "zero" : "axis" });
-      add("text", { x: x(value), y: 164, "text-anchor": "middle" }, short(value));
+      add("text", { x: x(value), y: 164, "text-anchor": "middle" }, time(value));
     }
     both.forEach(([name, parts], i) => {
       const y = 30 + 66 * i, end = { plus: 0, minus: 0 };
-      add("text", { x: 12, y: y - 9, class: "strong" }, `${name}: ${short(parts.total_us)} microseconds`);
+      add("text", { x: x(0) + 4, y: y - 9, class: "strong" }, `${name}: ${time(parts.total_us)}`);
       for (const [key, , shade] of PARTS) {
         const side = parts[key] < 0 ? "minus" : "plus", from = end[side];
         end[side] += parts[key];
@@ -251,7 +257,7 @@ function layers() {
     })));
   const figure = lines("fullest", "Rows of the fullest rank over those of the mean rank, by layer", [
     { name: "before", points: fullest_before_L.map((v, l) => [l, v]), colour: "--c2", dash: "5 4" },
-    { name: "after", points: fullest_after_L.map((v, l) => [l, v]), colour: "--c1" }], "layer", short, 1);
+    { name: "after", points: fullest_after_L.map((v, l) => [l, v]), colour: "--c1" }], "layer", { shown: [1, 1.1], whole: true });
   addTable(figure, "Table", () => table(["layer", "before", "after"], fullest_before_L.map((v, l) => [l, v, fullest_after_L[l]])));
   if (report.reasons.length) addTable(document.getElementById("reasons"), `Why each of ${report.reasons.length} experts has several replicas`, () => table(
     ["layer", "expert", "replicas on ranks", "why"], report.reasons.map(r => [r.layer, r.expert, r.ranks.join(", "), r.why]), [2, 3]));
@@ -260,7 +266,7 @@ function layers() {
 function overTime() {
   const { seconds_T, before_TN, after_TN, first_judged } = report.over_time;
   const values = [before_TN, after_TN].flat(2);
-  const low = values.reduce((a, b) => Math.min(a, b), 1), high = values.reduce((a, b) => Math.max(a, b), 1);
+  const low = values.reduce((a, b) => Math.min(a, b), 0.9), high = values.reduce((a, b) => Math.max(a, b), 1.1);
   pairOfHeats("time", transpose(before_TN), transpose(after_TN), {
     rows: "rank", columns: "second", ends: [short(seconds_T[0]), short(seconds_T[seconds_T.length - 1])], low, high,
     say: "times the mean rank", mark: first_judged / seconds_T.length, names: seconds_T.map(s => short(s) + " s"), label: "Rows of ranks over time",
@@ -279,7 +285,7 @@ function between() {
 function sweep() {
   const points = report.sweep.map(p => [p.redundant, p.gain.mean]);
   const bars = report.sweep.filter(p => p.gain.low !== null).map(p => [p.redundant, p.gain.low, p.gain.high]);
-  const figure = lines("sweep", "Gain by number of redundant experts", [{ name: "gain", points, bars, colour: "--c1" }], "redundant experts per layer", percent);
+  const figure = lines("sweep", "Gain by number of redundant experts", [{ name: "gain", points, bars, colour: "--c1" }], "redundant experts per layer", { say: percent, at: points.map(p => p[0]) });
   addTable(figure, "Table", () => table(["redundant", "step, us", "gain", "lower bound", "upper bound", "balanced", "bytes per rank"],
     report.sweep.map(p => [p.redundant, p.step_us.mean, percent(p.gain.mean), percent(p.gain.low), percent(p.gain.high), p.balancedness, p.bytes_per_rank])));
 }
