@@ -25,6 +25,7 @@ import pytest
 from moe_runtime.server.main import allow_many_connections
 from tests.helpers.live_server import MODEL, make_folder
 from tests.helpers.rank_tasks import RankTask
+from tests.helpers.real_server import free_port
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE
 
 _PARENT = """
@@ -62,12 +63,6 @@ class RankThread:
     async def _close(self) -> None:
         for rank in self.ranks:
             await rank.close()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.fixture

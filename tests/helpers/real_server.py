@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import sys
@@ -19,9 +20,15 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port below those that systems give out by themselves: one of those could be given to another process before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 class RealServer(Started):
