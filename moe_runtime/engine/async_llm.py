@@ -263,7 +263,9 @@ class AsyncLLM:
 
         self._num_rebalances += 1
         command = Rebalance(self._num_rebalances, slots, force)
-        return await request_rebalance(lambda c: self._client.tell(0, c), stats, command, timeout)
+        return await request_rebalance(
+            lambda c: self._client.tell(0, c), stats, lambda: self.placements, command, timeout
+        )
 
     @property
     def balance(self) -> BalanceWatch:

@@ -13,7 +13,7 @@ from moe_runtime.engine.messages import EplbStats, MoeShape, Rebalance
 from moe_runtime.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from moe_runtime.engine.messages import RankStats
+    from moe_runtime.engine.messages import PlacementNews, RankStats
     from moe_runtime.placement.stored import StoredLoads, StoredPlacement
 
 POLL_S = 0.02
@@ -95,18 +95,20 @@ def _plain(given: list[Any]) -> StoredPlacement:
 async def request_rebalance(
     send: Callable[[Rebalance], None],
     stats: Callable[[], RankStats],
+    placements: Callable[[], list[PlacementNews | None]],
     command: Rebalance,
     timeout: float,
 ) -> Rebalanced:
-    """Send the command to rank 0 and wait until it is over, `timeout` seconds at most.
+    """Send the command to rank 0 and wait until it is over and every rank has told its placement, `timeout` seconds at most.
 
-    stats: rank 0's latest. It may have to wait for a look at the load, or a move, that is under way.
+    stats: rank 0's latest. placements: each rank's latest. It may have to wait for a look at the load, or a move, that is under way.
     """
     send(command)
     deadline = time.monotonic() + timeout
     while True:
         now = _eplb(stats())
-        if now.answered >= command.request:
+        told = all(news is None or news.version >= now.version for news in placements())
+        if now.answered >= command.request and told:
             return Rebalanced(now.answer, now.answer_reason, now.version)
         if time.monotonic() >= deadline:
             return Rebalanced("pending", now.decision, now.version)

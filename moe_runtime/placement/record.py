@@ -208,6 +208,8 @@ def _check_meta(folder: Path, meta: RecordMeta) -> None:
         if getattr(meta, name) < 1:
             raise ConfigError(f"{where}: {name} is {getattr(meta, name)}, must be at least 1")
     wanted = (meta.num_layers, meta.num_ranks)
+    if not meta.placements:
+        raise ConfigError(f"{where}: placements is empty, must have at least the one that the ranks started with")
     for i, placement in enumerate(meta.placements):
         widths = {len(rank) for layer in placement for rank in layer}
         ids = {expert for layer in placement for rank in layer for expert in rank}
@@ -256,7 +258,7 @@ def _check(path: Path, part: dict[str, Array], meta: RecordMeta) -> None:
     for name, least, limit in (
         ("routes_topk_ids_tLK", -1, meta.num_experts),
         ("routes_phase_t", 0, len(PHASES)),
-        ("placement_W", 0, len(meta.placements)),
+        ("placement_W", NO_PLACEMENT, len(meta.placements)),
         ("counts_WPLE", 0, 2**62),
         ("tokens_WP", 0, 2**62),
         ("num_steps_W", 0, 2**62),

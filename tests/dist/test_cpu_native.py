@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=5)
-MAX_MEAN_ERROR = 0.06
-"""Of logprobs; the plain experts in bfloat16 have 0.02, with single ones of 0.2 where the router chose another expert."""
+MAX_MEDIAN, MAX_QUARTILE = 0.06, 0.25
+"""Of the errors of logprobs, and what a quarter of them may exceed. Not the mean: where bfloat16 makes the router choose another
+expert a single prompt is off by 1 and more, with the plain experts as with these (medians 0.011 to 0.041 in 12 models)."""
 
 
 def test_first_tokens_match_transformers(tmp_path: Path, seed: int) -> None:
@@ -46,4 +48,7 @@ def test_first_tokens_match_transformers(tmp_path: Path, seed: int) -> None:
         (logprobs,) = output.outputs[0].logprobs or []
         errors += [abs(found.logprob - float(expected[token])) for token, found in logprobs.items()]
     assert len(errors) == 5 * len(prompts)
-    assert sum(errors) / len(errors) < MAX_MEAN_ERROR
+    errors.sort()
+    assert errors[len(errors) // 2] < MAX_MEDIAN
+    assert errors[len(errors) * 3 // 4] < MAX_QUARTILE
+    assert math.isfinite(errors[-1])
