@@ -209,7 +209,9 @@ def _check_meta(folder: Path, meta: RecordMeta) -> None:
             raise ConfigError(f"{where}: {name} is {getattr(meta, name)}, must be at least 1")
     wanted = (meta.num_layers, meta.num_ranks)
     if not meta.placements:
-        raise ConfigError(f"{where}: placements is empty, must have at least the one that the ranks started with")
+        raise ConfigError(
+            f"{where}: placements is empty, must have at least the one that the ranks started with"
+        )
     for i, placement in enumerate(meta.placements):
         widths = {len(rank) for layer in placement for rank in layer}
         ids = {expert for layer in placement for rank in layer for expert in rank}
