@@ -15,6 +15,7 @@ import numpy as np
 
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.placement import report_data as data
+from moe_runtime.placement.intervals import Estimate, ratio_estimate, relative_gain
 from moe_runtime.placement.record import LoadRecord
 from moe_runtime.placement.report_audit import audit
 from moe_runtime.placement.report_setup import (
@@ -29,7 +30,7 @@ from moe_runtime.placement.report_setup import (
     window_s,
     with_tokens,
 )
-from moe_runtime.placement.report_stats import Drift, drift, relative_gain, replan_interval_s, verdict
+from moe_runtime.placement.report_stats import Drift, drift, replan_interval_s, verdict
 from moe_runtime.placement.report_steps import Judge, Judged
 from moe_runtime.placement.report_views import (
     coactivation,
@@ -38,7 +39,6 @@ from moe_runtime.placement.report_views import (
     relative_load,
     replica_counts,
 )
-from moe_runtime.placement.simulate import Estimate, ratio_estimate
 from moe_runtime.placement.stored import Array
 from moe_runtime.placement.traffic import MIN_ROUTES
 

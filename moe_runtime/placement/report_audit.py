@@ -13,9 +13,9 @@ import numpy as np
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.errors import ConfigError
 from moe_runtime.placement.cost import Cost
+from moe_runtime.placement.intervals import relative_gain
 from moe_runtime.placement.record import LoadRecord, Routes
 from moe_runtime.placement.report_data import Audit, Interval, Prediction
-from moe_runtime.placement.report_stats import relative_gain
 from moe_runtime.placement.report_steps import Judge, evenly_spread
 from moe_runtime.placement.traffic import traffic_of
 

@@ -11,11 +11,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from moe_runtime.placement.simulate import CONFIDENCE, RESAMPLES, Estimate
+from moe_runtime.placement.intervals import Estimate, block_low
 from moe_runtime.placement.stored import Array
 
 MIN_JUDGED_WINDOWS = 8
 """With fewer held-out windows no interval is believed."""
+LASTING_CONFIDENCE = 0.99
+"""Of the interval that tells whether the load has a pattern at all. Without one, one in twenty 90 % intervals of the gain is above 0 by
+chance; neighbours of the held-out and the other windows say independently of it, and sharper, that there is nothing to plan for."""
 MIN_GAIN = 0.01
 """A gain below 1 % of the step is not worth a change."""
 APPLY, NOT_WORTH_IT, NOT_ENOUGH = "apply", "not worth it", "not enough evidence"
@@ -30,30 +33,7 @@ class Drift:
     half_life_windows: float | None
     """Lag at which the similarity has fallen to half of that of lag 1; None: it has not within the record."""
     lasting: bool
-    """Whether there is a pattern at all: the similarity of lag 1 is above 0 for sure (block bootstrap, lower bound)."""
-
-
-def relative_gain(before_W: Array, after_W: Array) -> Estimate:
-    """1 - sum(after) / sum(before) of paired windows, and its CONFIDENCE interval by moving-block bootstrap.
-
-    Windows near one another are alike, so blocks of ceil(W^(1/3)) neighbours are drawn (Kuensch, Annals of Statistics 17(3), 1989).
-    NaN bounds for fewer than two windows.
-    """
-    mean = float(1.0 - after_W.sum() / before_W.sum())
-    if len(before_W) < 2:
-        return Estimate(mean, math.nan, math.nan)
-    chosen_BW = block_choices(len(before_W))
-    drawn_B = 1.0 - after_W[chosen_BW].sum(axis=1) / before_W[chosen_BW].sum(axis=1)
-    low, high = np.quantile(drawn_B, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Estimate(mean, float(low), float(high))
-
-
-def block_choices(num_windows: int) -> Array:
-    """int64 (RESAMPLES, num_windows): windows drawn in blocks of neighbours."""
-    length = math.ceil(round(num_windows ** (1 / 3), 9))
-    num_blocks = -(-num_windows // length)
-    first = np.random.default_rng(0).integers(num_windows - length + 1, size=(RESAMPLES, num_blocks))
-    return (first[:, :, None] + np.arange(length)).reshape(RESAMPLES, -1)[:, :num_windows]
+    """Whether there is a pattern at all: the similarity of lag 1 is above 0 for sure (LASTING_CONFIDENCE, lower bound)."""
 
 
 def drift(loads_WLE: Array) -> Drift:
@@ -69,9 +49,7 @@ def drift(loads_WLE: Array) -> Drift:
     similarity = [float(products_WW.diagonal(lag).mean()) for lag in range(1, len(loads_WLE) // 2 + 1)]
     if len(loads_WLE) < MIN_JUDGED_WINDOWS:
         return Drift(similarity, None, False)
-    neighbours_W = products_WW.diagonal(1)
-    drawn_B = neighbours_W[block_choices(len(neighbours_W))].mean(axis=1)
-    lasting = bool(np.quantile(drawn_B, (1 - CONFIDENCE) / 2) > 0)
+    lasting = block_low(products_WW.diagonal(1), LASTING_CONFIDENCE) > 0
     return Drift(similarity, _half_life(similarity) if lasting else None, lasting)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.placement.cost import Cluster, Cost, Hardware, ModelCost
+from moe_runtime.placement.intervals import Estimate, ratio_estimate
 from moe_runtime.placement.layout import check_redundant
 from moe_runtime.placement.planner import plan
 from moe_runtime.placement.record import LoadRecord
@@ -28,8 +29,6 @@ from moe_runtime.placement.traffic import Traffic, deal, traffic_of
 
 STEPS_PER_WINDOW = 4
 """Most steps drawn from a window; windows of fewer steps give as many as they have."""
-RESAMPLES = 1000
-CONFIDENCE = 0.9
 
 
 @dataclass(frozen=True)
@@ -82,15 +81,6 @@ class Replay:
         """Sum over windows and layers of the mean rank's rows, over that of the fullest rank's."""
         rows_WLN = self.rows_WLNp.sum(axis=3)
         return float(rows_WLN.mean(axis=2).sum() / max(rows_WLN.max(axis=2).sum(), 1))
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over windows, and the interval in which it lies with CONFIDENCE if windows are drawn anew (bootstrap)."""
-
-    mean: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -182,17 +172,6 @@ def judge(setting: Setting, placement: ExpertPlacement, replayed: Replay, cost: 
         tokens_per_s=ratio_estimate(replayed.tokens_W * 1e6, replayed.step_us_W),
         expert_bytes_per_rank=slots * cost.model.expert_bytes,
     )
-
-
-def ratio_estimate(over_W: Array, under_W: Array, seed: int = 0) -> Estimate:
-    """Sum of one over sum of the other. Bootstrap over windows (Efron, Annals of Statistics 7(1), 1979); NaN bounds for one window."""
-    mean = float(over_W.sum() / under_W.sum())
-    if len(over_W) < 2:
-        return Estimate(mean, float("nan"), float("nan"))
-    chosen_BW = np.random.default_rng(seed).integers(len(over_W), size=(RESAMPLES, len(over_W)))
-    drawn_B = over_W[chosen_BW].sum(axis=1) / under_W[chosen_BW].sum(axis=1)
-    low, high = np.quantile(drawn_B, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Estimate(mean, float(low), float(high))
 
 
 def pareto(outcomes: Sequence[Outcome]) -> list[bool]:

@@ -10,10 +10,11 @@ from typing import Any
 
 from moe_runtime.errors import ConfigError
 from moe_runtime.placement.cost import Cluster, Hardware
+from moe_runtime.placement.intervals import CONFIDENCE, Estimate
 from moe_runtime.placement.planner import ALGORITHMS
 from moe_runtime.placement.record import PHASES, split_of_record
 from moe_runtime.placement.run_time_split import ALL_SPLITS
-from moe_runtime.placement.simulate import CONFIDENCE, Estimate, Outcome, Setting, pareto, simulate
+from moe_runtime.placement.simulate import Outcome, Setting, pareto, simulate
 from moe_runtime.tools.pareto_svg import pareto_svg
 from moe_runtime.tools.plan_inputs import counts, read_record
 

@@ -6,6 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
+from scipy import stats
+
+from moe_runtime.placement.intervals import student_t
 
 Slots = list[list[list[int]]]
 
@@ -27,15 +30,15 @@ class Patterns:
         return source if source in where else where[source % len(where)]
 
     def gain_interval(self, before: list[float], after: list[float]) -> tuple[float, float, float]:
-        """Moving blocks of ceil(cube root of W) windows; 5 and 95 % of 1000 draws."""
+        """Moving blocks of ceil(cube root of W) windows, 1000 draws; 90 %."""
         gains = [1 - sum(after[c] for c in row) / sum(before[c] for c in row) for row in _blocks(len(before))]
-        return 1 - sum(after) / sum(before), _quantile(gains, 0.05), _quantile(gains, 0.95)
+        return 1 - sum(after) / sum(before), *_bounds(gains, len(before) / _block_length(len(before)), 0.9)
 
     def mean_interval(self, times: list[float]) -> tuple[float, float, float]:
         """Plain bootstrap."""
         chosen = np.random.default_rng(0).integers(len(times), size=(1000, len(times))).tolist()
         means = [sum(times[c] for c in row) / len(row) for row in chosen]
-        return sum(times) / len(times), _quantile(means, 0.05), _quantile(means, 0.95)
+        return sum(times) / len(times), *_bounds(means, len(times), 0.9)
 
     def deviations(self) -> list[list[float]]:
         """Loads relative to the mean, less 1, of groups of equally many neighbouring windows: at most 256 groups."""
@@ -59,9 +62,12 @@ class Patterns:
         ]
 
     def lasting(self) -> bool:
-        """Whether the 5 % quantile of the mean product of neighbours, drawn in blocks, is above 0."""
+        """Whether the mean product of neighbours is above 0 by a 99 % interval of Student's t over blocks."""
         products = self._products(self.deviations(), 1)
-        return _quantile([_mean([products[c] for c in row]) for row in _blocks(len(products))], 0.05) > 0
+        means = [_mean([products[c] for c in row]) for row in _blocks(len(products))]
+        blocks = len(products) / _block_length(len(products))
+        spread = math.sqrt(_mean([(m - _mean(means)) ** 2 for m in means]))
+        return _mean(products) > math.sqrt(blocks / (blocks - 1)) * student_t(0.995, blocks - 1) * spread
 
     def half_life(self) -> float | None:
         """In groups of windows: where the line through the similarities first meets half of the first one."""
@@ -128,9 +134,23 @@ def _mean(values: list[float]) -> float:
 
 def _blocks(num: int) -> list[list[int]]:
     """1000 draws of moving blocks of ceil(cube root of the number) neighbours."""
-    length = next(b for b in range(1, num + 1) if b**3 >= num)
+    length = _block_length(num)
     firsts = np.random.default_rng(0).integers(num - length + 1, size=(1000, -(-num // length)))
     return [[first + i for first in row for i in range(length)][:num] for row in firsts.tolist()]
+
+
+def _block_length(num: int) -> int:
+    return next(b for b in range(1, num + 1) if b**3 >= num)
+
+
+def _bounds(draws: list[float], units: float, confidence: float) -> tuple[float, float]:
+    """Quantiles of draws where a normal distribution is as wide as Student's t of so many units, its variance by n - 1.
+
+    `student_t` has a test of its own.
+    """
+    wide = math.sqrt(units / (units - 1)) * student_t((1 + confidence) / 2, units - 1)
+    share = float(stats.norm.cdf(-wide))
+    return _quantile(draws, share), _quantile(draws, 1 - share)
 
 
 def _quantile(values: list[float], share: float) -> float:

@@ -14,11 +14,12 @@ import pytest
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.errors import ConfigError
 from moe_runtime.placement.cost import Cluster, Cost, Hardware, ModelCost
+from moe_runtime.placement.intervals import ratio_estimate
 from moe_runtime.placement.layout import contiguous, layer_placement
 from moe_runtime.placement.record import load_record
 from moe_runtime.placement.router import Router
 from moe_runtime.placement.run_time_split import ALL_SPLITS
-from moe_runtime.placement.simulate import STEPS_PER_WINDOW, Setting, pareto, ratio_estimate, replay, simulate
+from moe_runtime.placement.simulate import STEPS_PER_WINDOW, Setting, pareto, replay, simulate
 from moe_runtime.placement.traffic import Traffic, deal, draw_step, traffic_of
 from moe_runtime.tools.pareto_svg import pareto_svg
 from moe_runtime.tools.plan_simulate import as_json, cluster_for, table
