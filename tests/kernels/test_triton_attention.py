@@ -187,6 +187,9 @@ def test_deterministic_rows_do_not_depend_on_chunks(
         assert torch.equal(rows_of(case, [0], DETERMINISTIC), whole[old:])
 
 
+@pytest.mark.filterwarnings(
+    "ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value encountered in subtract:RuntimeWarning"
+)
 @pytest.mark.usefixtures("small_tiles")
 def test_nan_stays_with_its_sequence(seed: int) -> None:
     case = Case([(33, 1), (40, 1), (6, 18)], [spec(heads=2, kv_heads=1, dim=16)], 4)

@@ -162,6 +162,8 @@ def test_descriptors_that_gather(seed: int, scheme: QuantScheme | None) -> None:
         assert torch.equal(y[:37], plain[:37])
 
 
+# Rows beyond the batch are NaN here; that they are rounded does no harm.
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 @pytest.mark.parametrize("gpu", [None, OLD_GPU], ids=["fp8 units", "fp8 as bytes"])
 @pytest.mark.parametrize("rounds", [False, True], ids=["w8a16", "w8a8"])
 @pytest.mark.parametrize("scheme", [FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR], ids=lambda s: s.name)

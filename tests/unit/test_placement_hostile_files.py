@@ -112,6 +112,7 @@ HOSTILE: list[tuple[bytes, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
 @pytest.mark.parametrize(("data", "message"), HOSTILE)
 def test_hostile_files(data: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
