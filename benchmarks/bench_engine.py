@@ -90,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--moe-backend", default="auto")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--layer-backend", default="auto")
+    parser.add_argument("--quantization", default="auto", help="of the weights, as LLM takes it")
     parser.add_argument("--profile", action="store_true", help="also tell where the time goes")
     parser.add_argument("--result", type=Path, help="JSON file to write")
     return parser
@@ -193,6 +194,7 @@ def main() -> None:
         max_num_batched_tokens=max(4096, longest), max_num_seqs=max(cell.num_prompts for cell in cells),
         skip_tokenizer_init=True, log_level="warning",
         moe_backend=args.moe_backend, attention_backend=args.attention_backend, layer_backend=args.layer_backend,
+        quantization=args.quantization,
     ) as llm:  # fmt: skip
         times = {cell: measure(llm, cell, args, spec.vocab_size) for cell in cells}
         profiles = {c: profile(llm, c, args, spec.vocab_size) for c in cells} if args.profile else {}
