@@ -15,34 +15,16 @@ from moe_runtime.attention.base import AttentionNeed, AttentionSpec
 from moe_runtime.attention.cpu import CpuPagedAttention
 from moe_runtime.attention.cpu_native import NativePagedAttention
 from moe_runtime.layers.rope import Rotation
-from moe_runtime.native.build import INSTRUCTION_SETS, Native, cpu_flags, load_native, usable_instruction_sets
+from moe_runtime.native.build import Native
 from tests.helpers.attention_cases import SPANS, Case, check, no_rotation, spec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from moe_runtime.attention.kv_cache import KVCache
 
 TOLERANCE = 2e-2
 """As for the other backends in bfloat16."""
-
-
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
-def native(request: pytest.FixtureRequest) -> Native:
-    if request.param not in usable_instruction_sets(cpu_flags()):
-        pytest.skip(f"this CPU has no {request.param}")
-    found = load_native(request.param)
-    if found.library is None:
-        pytest.skip(str(found.problem))
-    return found
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def compare(
@@ -60,6 +42,7 @@ def make(native: Native):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+@pytest.mark.other_sets(threads=[2], block_size=[3])
 def test_matches_full_attention(
     seed: int, native: Native, threads: int, block_size: int, spans: list[tuple[int, int]]
 ) -> None:
@@ -73,6 +56,7 @@ def test_head_sizes(seed: int, native: Native, dim: int) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 31, 63, 64, 65, 100, 130])
+@pytest.mark.other_sets(window=[1, 5, 64, 65, 130])
 def test_windows_at_their_edges(seed: int, native: Native, window: int) -> None:
     spans = [
         (0, 131),
@@ -87,6 +71,7 @@ def test_windows_at_their_edges(seed: int, native: Native, window: int) -> None:
     compare(native, spans, [spec(window=window)], 4)
 
 
+@pytest.mark.other_sets(threads=[2])
 def test_random_batches(seed: int, native: Native, threads: int) -> None:
     for _ in range(15):
         spans = [
@@ -145,6 +130,7 @@ def test_parts_of_a_fused_projection_need_no_copy(seed: int, native: Native) -> 
     torch.testing.assert_close(out.double(), case.expected(0), rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.other_sets(threads=[2])
 def test_a_row_does_not_depend_on_its_neighbours(seed: int, native: Native, threads: int) -> None:
     """Neither on NaN in another sequence, nor, bit for bit, on whether others are there."""
     case = Case([(9, 1), (70, 1), (8, 1), (6, 3)], [spec(dim=16)], 4, torch.bfloat16)

@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from moe_runtime.layers.cpu_native import MAX_ROWS, NativeOps
 from moe_runtime.layers.ops import TORCH_OPS
-from moe_runtime.native.build import INSTRUCTION_SETS, Native, cpu_flags, load_native, usable_instruction_sets
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from moe_runtime.native.build import Native
 
 STEP = 2**-7
 """The largest distance of neighbouring bfloat16 values, relative to them."""
 
 
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
-def ops(request: pytest.FixtureRequest) -> NativeOps:
-    if request.param not in usable_instruction_sets(cpu_flags()):
-        pytest.skip(f"this CPU has no {request.param}")
-    native = load_native(request.param)
-    if native.library is None:
-        pytest.skip(str(native.problem))
+@pytest.fixture(scope="module")
+def ops(native: Native) -> NativeOps:
     return NativeOps(native)
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -51,6 +34,7 @@ def check_linear(ops: NativeOps, x: torch.Tensor, weight: torch.Tensor, bias: to
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 6, 7, 18, 19, 41, MAX_ROWS, MAX_ROWS + 1])
+@pytest.mark.other_sets(threads=[2], bias=[True])
 def test_linear(seed: int, ops: NativeOps, threads: int, rows: int, bias: bool) -> None:
     for depth, columns in ((64, 3), (random.randint(1, 300), random.randint(1, 300)), (33, 1000)):
         check_linear(ops, randn(rows, depth), randn(columns, depth), randn(columns) if bias else None)
@@ -65,6 +49,7 @@ def test_linear_of_views(seed: int, ops: NativeOps) -> None:
     check_linear(ops, randn(4, 40), randn(40, 50).T, None)
 
 
+@pytest.mark.other_sets(threads=[2])
 def test_linear_rows_do_not_depend_on_each_other(seed: int, ops: NativeOps, threads: int) -> None:
     x, weight = randn(29, 200), randn(70, 200)
     whole = ops.linear(x, weight)
@@ -84,6 +69,7 @@ def check_norm(found: torch.Tensor, want: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 6, 16, 17, 64, 200, 2048])
+@pytest.mark.other_sets(threads=[2])
 def test_rms_norm(seed: int, ops: NativeOps, threads: int, size: int) -> None:
     weight = randn(size)
     fused = randn(5, 3 * size + 7)
@@ -101,6 +87,7 @@ def test_rms_norm(seed: int, ops: NativeOps, threads: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 17, 64, 2048])
+@pytest.mark.other_sets(threads=[2])
 def test_add_rms_norm(seed: int, ops: NativeOps, threads: int, size: int) -> None:
     weight = randn(size)
     wide = randn(9, 2 * size)

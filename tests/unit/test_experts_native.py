@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,34 +16,17 @@ from moe_runtime.experts.base import ExpertNeed, ExpertWeights
 from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.cpu_native import ACTIVATION_CODES, NativeExperts
 from moe_runtime.experts.reference import ReferenceExperts
-from moe_runtime.native.build import INSTRUCTION_SETS, cpu_flags, load_native, usable_instruction_sets
+from moe_runtime.native.build import Native, load_native
 from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, QuantScheme
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1.5e-2
 """Of the largest result: bfloat16 has 8 bits, and the rows between the two products are rounded to it."""
 
 
-@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
-def kernel(request: pytest.FixtureRequest) -> NativeExperts:
-    if request.param not in usable_instruction_sets(cpu_flags()):
-        pytest.skip(f"this CPU has no {request.param}")
-    native = load_native(request.param)
-    if native.library is None:
-        pytest.skip(str(native.problem))
-    assert native.instructions == request.param
+@pytest.fixture(scope="module")
+def kernel(native: Native) -> NativeExperts:
     return NativeExperts(native, max_rows=10**6)
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def make_weights(slots: int, hidden: int, inner: int, activation: str, **rest: object) -> ExpertWeights:
@@ -86,6 +68,7 @@ def check(kernel: NativeExperts, batch: ExpertBatch, weights: ExpertWeights) -> 
 @pytest.mark.parametrize("limit", [None, 0.5])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATION_CODES)
+@pytest.mark.other_sets(biased=[True], limit=[0.5])
 def test_activations_biases_and_limits(
     seed: int, kernel: NativeExperts, activation: str, biased: bool, limit: float | None
 ) -> None:
@@ -102,6 +85,7 @@ def test_activations_biases_and_limits(
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(1, 1), (33, 3), (64, 32), (96, 130), (257, 71), (640, 320)])
+@pytest.mark.other_sets(threads=[2])
 def test_shapes_and_numbers_of_rows(
     seed: int, kernel: NativeExperts, threads: int, hidden: int, inner: int
 ) -> None:
@@ -128,6 +112,7 @@ def test_large_and_small_gates(seed: int, kernel: NativeExperts) -> None:
         check(kernel, batch, weights)
 
 
+@pytest.mark.other_sets(threads=[2])
 def test_a_row_does_not_depend_on_its_neighbours(seed: int, kernel: NativeExperts, threads: int) -> None:
     hidden, inner = random.choice([40, 96, 131]), random.choice([24, 64, 77])
     weights = make_weights(2, hidden, inner, "silu")
@@ -171,6 +156,7 @@ def quantized(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
     ("hidden", "inner"), [(1, 1), (33, 3), (128, 256), (257, 131), (200, 300), (136, 120)]
 )
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+@pytest.mark.other_sets(threads=[2], hidden=[1, 33, 128, 257])
 def test_fp8_weights(
     seed: int, kernel: NativeExperts, threads: int, scheme: QuantScheme, hidden: int, inner: int
 ) -> None:
