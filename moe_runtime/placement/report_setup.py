@@ -106,6 +106,7 @@ def with_tokens(record: LoadRecord, phase: str) -> Array:
 
 
 def in_force(record: LoadRecord) -> ExpertPlacement:
+    """The placement of the last window that had a single one; the last of the record's if none had."""
     known = record.placement_W[record.placement_W != NO_PLACEMENT]
     index = int(known[-1]) if len(known) else len(record.meta.placements) - 1
     slots = tuple(tuple(tuple(rank) for rank in layer) for layer in record.meta.placements[index])

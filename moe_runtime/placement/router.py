@@ -31,6 +31,7 @@ class Router:
 
     @staticmethod
     def of(placement: ExpertPlacement, split: str, ranks_per_node: int) -> Router:
+        """For the placement's layers; `split` is one of run_time_split.ALL_SPLITS."""
         replicas_L = [Replicas.of(np.array(slots_Np), placement.num_experts) for slots_Np in placement.slots]
         ones_NE = np.ones((replicas_L[0].num_ranks, placement.num_experts), dtype=np.int64)
         nearest = [split_rows("static", ones_NE, replicas).astype(np.float64) for replicas in replicas_L]
