@@ -27,7 +27,7 @@ def fullest_rank(held_LNE: Array, loads_WLE: Array) -> Array:
     held_LNE: bool, which rank has a replica of an expert; every expert has one. Ranks that hold nothing in layer 0 do not count.
     A lower bound of what `split.most_rows` says, nearly always within 2 % of it.
     """
-    num_ranks, num_windows = held_LNE.shape[1], len(loads_WLE)
+    num_windows = len(loads_WLE)
     mean_LW = loads_WLE.sum(axis=2).T / max(int(held_LNE[0].any(axis=1).sum()), 1)
     share_WLE = (loads_WLE / held_LNE.sum(axis=1)).astype(np.float32)
     load_LNW = np.matmul(held_LNE.astype(np.float32), share_WLE.transpose(1, 2, 0))

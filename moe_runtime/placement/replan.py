@@ -60,7 +60,7 @@ def fill_by_room(problem: Problem) -> Array:
 
 def _level(problem: Problem, ways_CLNE: Array, start_LNE: Array, windows_WLE: Array, budget: int) -> None:
     """Exchange experts that have one replica, in all ways at once; `budget` replicas may move in each, what moved before included."""
-    num_ways, num_layers = ways_CLNE.shape[:2]
+    num_ways = len(ways_CLNE)
     used_C = (ways_CLNE & ~start_LNE).sum(axis=(1, 2, 3))
     held_LNE = ways_CLNE.reshape(-1, *ways_CLNE.shape[2:])
     count_LE = held_LNE.sum(axis=1)
