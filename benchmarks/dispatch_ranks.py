@@ -28,6 +28,7 @@ from moe_runtime.dispatch.mailbox import HEADER_BYTES, Call, segment_bytes
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.dispatch.rows import plan_outgoing
 from moe_runtime.experts.base import wide_tokens
+from moe_runtime.native.build import load_native
 from moe_runtime.quantization import dequantize_rows
 from moe_runtime.topology import all_gather_text
 
@@ -125,6 +126,7 @@ class Bench:
                 step_timeout=60.0,
                 is_alive=lambda rank: True,
                 combine=case.combine,
+                native=load_native(),
             )
         return (Fp8Payload(inner) if case.payload == "fp8" else inner), inner
 

@@ -27,6 +27,7 @@ from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided_network import NvshmemNetwork
 from moe_runtime.errors import ConfigError
+from moe_runtime.native.build import load_native
 from moe_runtime.placement.run_time_split import WORTH_ASKING
 from moe_runtime.replicas import ChooseByCounts, choose_randomly
 from moe_runtime.triton_support.availability import has_fp8, target_arch
@@ -116,6 +117,7 @@ def _dispatcher(
         combine=config.combine,
         in_flight=_calls_in_flight(config),
         delay_s=config.dispatch_delay_ms / 1000,
+        native=load_native(config.cpu_kernels),
     )
 
 

@@ -16,7 +16,7 @@ is needed: a rank sends for exchange e only after it has copied out all messages
 received a peer's flag e - 1 knows that the peer has finished reading e - 2, and may overwrite that slab with e.
 
 Stores need no fence: x86-64 makes them visible in program order (heap_shm.unsupported refuses other machines), the
-C library closes streaming copies with a fence, and torch joins its threads before a copy returns.
+C library and native/stream.cpp close streaming copies with a fence, and threads are joined before a copy returns.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from moe_runtime.dispatch.base import Deferred, sums_per_rank
 from moe_runtime.dispatch.combining import OwnPairs, own_pairs, partial_sums, sum_returned, words_beside
 from moe_runtime.dispatch.heap_delay import delay_words
 from moe_runtime.dispatch.mailbox import Call, Mailboxes, segment_bytes, slab_bytes, slab_capacity
+from moe_runtime.dispatch.peer_store import PeerStore
 from moe_runtime.dispatch.rows import Incoming, Outgoing, Traffic, plan_incoming, plan_outgoing
 from moe_runtime.dispatch.transfer import COMBINE, DISPATCH, SHARE, Transfer
 from moe_runtime.errors import CapacityError
@@ -31,6 +32,7 @@ from moe_runtime.errors import CapacityError
 if TYPE_CHECKING:
     from moe_runtime.dispatch.rows import Int32Array, Int64Array
     from moe_runtime.dispatch.waiting import IsAlive
+    from moe_runtime.native.build import Native
 
 
 def unsupported(
@@ -87,6 +89,7 @@ class OneSidedDispatcher:
     is_alive(rank): whether a peer's process still runs. combine: `exact` or `per_rank`, see Dispatcher.
     in_flight: calls that may be under way at a time; they share the buffer.
     delay_s: hold every message back by this long, to try out a slower network.
+    native: the C++ library, whose stores then carry long messages; else torch's do.
     Raises CapacityError if the buffer cannot hold one row per peer or /dev/shm cannot hold the buffers.
     """
 
@@ -107,6 +110,7 @@ class OneSidedDispatcher:
         combine: str = "exact",
         in_flight: int = 1,
         delay_s: float = 0.0,
+        native: Native | None = None,
     ) -> None:
         self.traffic = Traffic()
         self._per_rank = sums_per_rank(combine)
@@ -127,6 +131,7 @@ class OneSidedDispatcher:
             for i in range(in_flight)
         ]
         self._next_mail = 0
+        self._stores_N = [PeerStore(native, is_here=peer == rank) for peer in range(num_ranks)]
         self._under_way: deque[Transfer] = deque()
 
     def dispatch(self, x_TD: torch.Tensor, plan: DispatchPlan) -> Deferred[ExpertBatch]:
@@ -216,7 +221,7 @@ class OneSidedDispatcher:
             self._under_way.popleft().finish()
         mail = self._mail[self._next_mail]
         self._next_mail = (self._next_mail + 1) % len(self._mail)
-        transfer = Transfer(mail, self.traffic, x, index_M, slot_MK, rows_N, call)
+        transfer = Transfer(mail, self._stores_N, self.traffic, x, index_M, slot_MK, rows_N, call)
         self._under_way.append(transfer)
         return transfer
 

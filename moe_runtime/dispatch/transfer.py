@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_runtime.dispatch.mailbox import HEADER_BYTES, Call, Mailboxes
-from moe_runtime.dispatch.row_bytes import FEW_BYTES, byte_rows, copy_many, gather_many
+from moe_runtime.dispatch.row_bytes import FEW_BYTES, byte_rows, copy_many
 from moe_runtime.dispatch.rows import starts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
     import torch
 
+    from moe_runtime.dispatch.peer_store import PeerStore
     from moe_runtime.dispatch.rows import Int32Array, Int64Array, Traffic
 
 DISPATCH, COMBINE, SHARE = 1, 2, 3
@@ -35,6 +38,7 @@ class Transfer:
     def __init__(
         self,
         mail: Mailboxes,
+        stores_N: Sequence[PeerStore],
         traffic: Traffic,
         x: torch.Tensor,
         index_M: Int64Array,
@@ -43,7 +47,7 @@ class Transfer:
         call: Call,
     ) -> None:
         """Sends the rows x[index], grouped by destination as rows_N says, each with its slots."""
-        self._mail, self._traffic, self._call, self._x = mail, traffic, call, x
+        self._mail, self._stores_N, self._traffic, self._call, self._x = mail, stores_N, traffic, call, x
         self._rows_N, self._starts = rows_N, starts(rows_N)
         self._format = form = mail.format(call)
         self._rows, self._index_M = byte_rows(x), index_M
@@ -80,7 +84,7 @@ class Transfer:
             if count > capacity:
                 count = capacity
             if count > 0:
-                self._store(self._starts[peer] + begin, count, rows, slots, 0)
+                self._store(self._starts[peer] + begin, count, rows, slots, 0, peer)
                 sent += count
             mail.signal(box, total, self._rounds, call)
         num_bytes = sent * (form.row_bytes + form.slot_bytes)
@@ -94,12 +98,12 @@ class Transfer:
         traffic.control_bytes += HEADER_BYTES * len(boxes)
         return parity
 
-    def _store(self, at: int, count: int, rows: memoryview, slots: memoryview, to: int) -> None:
-        """Copy `count` of the rows to send, from number `at`, and their slots; the first becomes number `to`."""
+    def _store(self, at: int, count: int, rows: memoryview, slots: memoryview, to: int, peer: int) -> None:
+        """Copy `count` of the rows to send, from number `at`, and their slots; the first becomes number `to` at `peer`."""
         form, gathered = self._format, self._gathered
         size, end, to_end = form.row_bytes, at + count, to + count
         if gathered is None:
-            gather_many(self._rows, self._index_M[at:end], rows[to * size : to_end * size])
+            self._stores_N[peer].gather(self._rows, self._index_M[at:end], rows[to * size : to_end * size])
         else:
             rows[to * size : to_end * size] = gathered[at * size : end * size]
         width = form.slot_bytes
@@ -121,7 +125,7 @@ class Transfer:
         received_slots = np.empty((place[-1], call.topk), dtype=np.int32)
         rows, slots = _flat_bytes(byte_rows(received)), _flat_bytes(received_slots)
         if rows_N[rank]:
-            self._store(self._starts[rank], rows_N[rank], rows, slots, place[rank])
+            self._store(self._starts[rank], rows_N[rank], rows, slots, place[rank], rank)
         for number in range(rounds):
             if number:
                 inbox = form.inboxes[self._post(number)]

@@ -31,6 +31,7 @@ FUNCTIONS = {
     "moe_runtime_attention": 1,
     "moe_runtime_linear": 1,
     "moe_runtime_norm": 1,
+    "moe_runtime_stream_rows": 1,
 }
 """What the library has: functions of so many pointers that return an int64."""
 BUILD_SECONDS = 120

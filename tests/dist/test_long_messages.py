@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from moe_runtime.core import DispatchPlan
+from moe_runtime.dispatch import peer_store
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
+from moe_runtime.native.build import load_native
 from tests.helpers.dispatch_cases import exchange
 from tests.helpers.spawn import run_ranks
 
@@ -21,7 +23,10 @@ def rows_of(rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return torch.randn(tokens, HIDDEN, generator=draw), slots, torch.rand(tokens, 2, generator=draw)
 
 
-def send(rank: int, num_ranks: int, combine: str, buffer_bytes: int, seed: int) -> int:
+def send(rank: int, num_ranks: int, combine: str, buffer_bytes: int, stream: bool, seed: int) -> int:
+    """stream: all large stores go past the caches."""
+    native = load_native() if stream else None
+    peer_store.CALLS_BETWEEN_TRIALS = 0
     dispatcher = OneSidedDispatcher(
         rank,
         num_ranks,
@@ -33,6 +38,7 @@ def send(rank: int, num_ranks: int, combine: str, buffer_bytes: int, seed: int) 
         step_timeout=60.0,
         is_alive=lambda peer: True,
         combine=combine,
+        native=native,
     )
     everyone = [rows_of(r, seed) for r in range(num_ranks)]
     x, slots, weights = everyone[rank]
@@ -43,12 +49,23 @@ def send(rank: int, num_ranks: int, combine: str, buffer_bytes: int, seed: int) 
     out = dispatcher.combine(batch.tokens_RD[batch.row_index_S], batch, plan).wait()
     # Two terms: their order does not matter.
     assert torch.equal(out, weights[:, :1] * x + weights[:, 1:] * x)
+    if native is not None and native.library is not None and rank == 0:
+        assert dispatcher._stores_N[1].timed(streaming=True), "no store went past the caches"
     dispatcher.close()
     return dispatcher.traffic.rounds
 
 
-@pytest.mark.parametrize("combine", ["exact", "per_rank"])
-@pytest.mark.parametrize(("buffer_bytes", "least"), [(32 << 20, 4), (1 << 20, 12)])
-def test_long_messages_arrive_whole(combine: str, buffer_bytes: int, least: int, seed: int) -> None:
-    rounds = run_ranks(send, 2, combine, buffer_bytes, seed)
+@pytest.mark.parametrize(
+    ("combine", "buffer_bytes", "stream", "least"),
+    [
+        ("exact", 32 << 20, True, 4),
+        ("exact", 1 << 20, False, 12),
+        ("per_rank", 32 << 20, False, 4),
+        ("per_rank", 1 << 20, True, 12),
+    ],
+)
+def test_long_messages_arrive_whole(
+    combine: str, buffer_bytes: int, stream: bool, least: int, seed: int
+) -> None:
+    rounds = run_ranks(send, 2, combine, buffer_bytes, stream, seed)
     assert rounds[0] == rounds[1] > least

@@ -85,6 +85,7 @@ HELPERS: dict[str, tuple[str, ...]] = {
         "triton_grouping",
         "rows",
         "row_bytes",
+        "peer_store",
         "combining",
         "waiting",
         "mailbox",
