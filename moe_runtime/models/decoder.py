@@ -21,7 +21,6 @@ from moe_runtime.layers.linear import GatedMlp, Linear, weight
 from moe_runtime.layers.norm import RmsNorm
 from moe_runtime.layers.rope import RotaryEmbedding
 from moe_runtime.moe import MoeInput
-from moe_runtime.quantization import FP8
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,7 +107,7 @@ class MoeMlp(nn.Module):
         self.activation = spec.activation
         self.router = Linear(hidden, spec.num_experts, dtype, device, ops)
         self.scheme, self.quantize_activations = spec.expert_scheme, spec.quantize_activations
-        stored = dtype if self.scheme is None else FP8
+        stored = dtype if self.scheme is None else self.scheme.payload
         self.gate_up = weight(num_slots, 2 * inner, hidden, dtype=stored, device=device)
         self.down = weight(num_slots, hidden, inner, dtype=stored, device=device)
         self.gate_up_scale: nn.Parameter | None = None
