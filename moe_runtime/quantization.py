@@ -139,6 +139,36 @@ def dequantize_rows(payload: torch.Tensor, scale: torch.Tensor, group: int = GRO
     return values.view(rows, scale.shape[1], group).mul_(scale.unsqueeze(2)).view(rows, num_in)
 
 
+def row_bytes(hidden_size: int) -> int:
+    """Bytes of a packed row of `hidden_size` values: D x FP8, padding to 4, G x float32 scales."""
+    return _scales_at(hidden_size) + 4 * -(-hidden_size // GROUP)
+
+
+def _scales_at(hidden_size: int) -> int:
+    return -(-hidden_size // 4) * 4
+
+
+def empty_packed_rows(x_TD: torch.Tensor) -> torch.Tensor:
+    """uint8 (T, row_bytes(D)) for the rows of x: to be filled but for the padding, which is zero."""
+    T, D = x_TD.shape
+    rows = torch.empty(T, row_bytes(D), dtype=torch.uint8, device=x_TD.device)
+    rows[:, D : _scales_at(D)] = 0
+    return rows
+
+
+def pack_rows(x_TD: torch.Tensor) -> torch.Tensor:
+    """x_TD: float. Returns uint8 (T, row_bytes(D)): its `quantize_rows`, values and scales of a row side by side."""
+    rows = empty_packed_rows(x_TD)
+    for part, made in zip(unpack_rows(rows, x_TD.shape[1]), quantize_rows(x_TD), strict=True):
+        part.copy_(made)
+    return rows
+
+
+def unpack_rows(rows: torch.Tensor, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows: uint8 (R, row_bytes(hidden_size)). Returns FP8 (R, hidden_size) and float32 scales (R, G), views of them."""
+    return rows[:, :hidden_size].view(FP8), rows[:, _scales_at(hidden_size) :].view(torch.float32)
+
+
 def fp8_to_float(payload: torch.Tensor) -> torch.Tensor:
     """payload.float(), nine times faster for many values on a CPU, where torch converts FP8 one by one."""
     if payload.device.type != "cpu" or payload.numel() < _FEW_VALUES:
