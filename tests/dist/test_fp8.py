@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -104,6 +105,27 @@ def test_an_unquantised_checkpoint_is_quantised_on_loading(tmp_path: Path, seed:
         LLM(model=str(folder), quantization="fp8_channel", **flags)
 
 
+def test_int8_made_on_loading(tmp_path: Path, seed: int) -> None:
+    """The values are as this test's own arithmetic makes them, and each of two ranks keeps its experts in int8."""
+    folder, _ = write("qwen3_moe", "deepseek", tmp_path, seed)
+    source, plain = tmp_path / "source", tmp_path / "int8"
+    shutil.copytree(source, plain)
+
+    def rounded(weight: torch.Tensor) -> torch.Tensor:
+        step = weight.abs().amax(dim=1, keepdim=True) / 127
+        return (weight / step).round() * step
+
+    tensors = load_file(source / FILE)
+    save_file({n: rounded(t) if ".experts." in n else t for n, t in tensors.items()}, plain / FILE)
+    flags = {"dtype": "float32", "skip_tokenizer_init": True, "num_kv_blocks": 64, "quantization": "int8"}
+    with LLM(model=str(source), ep=2, **flags) as llm:
+        outputs = llm.generate([[3, 1, 4, 1, 5], list(range(30))], GREEDY, use_tqdm=False)
+        assert {rank.info["quantization"] for rank in llm._engine.ready} == {"int8_channel"}
+    check(plain, outputs)
+    with pytest.raises(ConfigError, match="stored as fp8_block"):
+        LLM(model=str(folder), **flags)
+
+
 class Launches:
     """In place of a kernel: launches it, and says of each launch whether it wrote FP8 rows."""
 
@@ -189,7 +211,7 @@ def test_perplexity_of_the_demo_model() -> None:
     ids = tokenizer(TEXT.read_text(encoding="utf-8"))["input_ids"]
     assert len(ids) > 300
     perplexity = {}
-    for asked in ("none", "fp8", "fp8_channel", "fp8_tensor"):
+    for asked in ("none", "fp8", "fp8_channel", "fp8_tensor", "int8"):
         asked_spec = with_expert_scheme(spec, asked)
         held = [list(range(spec.num_experts))] * spec.num_moe_layers
         decoder = load_weights(demo_model_path(), asked_spec, adapter, held, torch.bfloat16, "cpu")
@@ -198,6 +220,6 @@ def test_perplexity_of_the_demo_model() -> None:
         perplexity[asked] = float(chosen.mean().neg().exp())
     print(f"perplexity of {len(ids)} tokens: {perplexity}")
     assert perplexity["none"] < 60, "the model does not understand the text"
-    for asked in ("fp8", "fp8_channel"):
+    for asked in ("fp8", "fp8_channel", "int8"):
         assert abs(perplexity[asked] / perplexity["none"] - 1) < 0.01
     assert abs(perplexity["fp8_tensor"] / perplexity["none"] - 1) < 0.03

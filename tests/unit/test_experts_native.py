@@ -17,7 +17,7 @@ from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.cpu_native import ACTIVATION_CODES, NativeExperts
 from moe_runtime.experts.reference import ReferenceExperts
 from moe_runtime.native.build import Native, load_native
-from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, QuantScheme
+from moe_runtime.quantization import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, QuantScheme
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1.5e-2
