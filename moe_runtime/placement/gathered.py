@@ -22,7 +22,7 @@ from moe_runtime.placement import affinity
 from moe_runtime.placement.packing import pack, pack_level, replica_counts
 from moe_runtime.placement.problem import Problem, deal_out
 from moe_runtime.placement.refine import with_mean
-from moe_runtime.placement.replan import ROWS_PER_EXPERT, fill_by_room
+from moe_runtime.placement.replan import fill_by_room
 from moe_runtime.placement.slots import arrange, held_of, of_slots
 from moe_runtime.placement.split import Replicas, slot_shares
 
@@ -32,6 +32,8 @@ WEIGHTS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.12)
 RINGS = (0, 1, affinity.ALL_RINGS)
 """How many spare replicas of each rank come from its neighbours on rings; the others come from anywhere."""
 TOLERANCE = 1.02
+ROWS_PER_EXPERT = 1000
+"""Loads become whole rows in this measure."""
 FOLDS = 4
 """Parts of the windows; trial plans from the others are judged on each."""
 

@@ -28,11 +28,14 @@ def with_mean(loads_WLE: Array) -> Array:
     return np.concatenate([loads_WLE, mean_LE * np.sqrt(len(loads_WLE))]).astype(np.float32)
 
 
-def level(slots_LNp: Array, share_VLE: Array, movable_LNp: Array, *, rounds: int) -> None:
+def level(
+    slots_LNp: Array, share_VLE: Array, movable_LNp: Array, *, rounds: int, budget_G: Array | None = None
+) -> None:
     """Exchange single replicas between full and less full ranks, in `rounds` rounds at most; changes slots_LNp.
 
     slots_LNp: int64 experts, -1 where empty; share_VLE: load of one replica; movable_LNp: bool, which may be exchanged. A round
-    pairs the fuller half of the ranks with the other half, each time differently, and makes each pair's best exchange.
+    pairs the fuller half of the ranks with the other half, each time differently, and makes each pair's best exchange; with
+    `budget_G`, replicas that may move in each of G equal groups of layers, those that gain most while it lasts.
     """
     half = slots_LNp.shape[1] // 2
     width = int(movable_LNp.sum(axis=2).max())
@@ -48,16 +51,20 @@ def level(slots_LNp: Array, share_VLE: Array, movable_LNp: Array, *, rounds: int
     slots_LNm = np.take_along_axis(slots_LNp, where_LNm, axis=2)
     value_LNmV = np.take_along_axis(value_LNpV, where_LNm[..., None], axis=2)
     num_used = max(int((slots_LNp[0] >= 0).any(axis=1).sum()), 1)
+    left_G = np.array([slots_LNp.size]) if budget_G is None else budget_G // 2
     idle = 0
     for turn in range(rounds):
         uneven = (load_LNV.max(axis=1) * num_used > ENOUGH * load_LNV.sum(axis=1)).any(axis=1)
         layers = np.flatnonzero(uneven)
-        if not len(layers) or idle == 3:
+        if not len(layers) or idle == 3 or not left_G.any():
             break
         order_xN = np.argsort(-load_LNV[layers, :, -1], axis=1, kind="stable")
         low_xP = np.roll(order_xN[:, ::-1][:, :half], turn if turn % 3 else 0, axis=1)
         pairs = (layers[:, None], order_xN[:, :half], low_xP)
-        idle = 0 if _exchange(slots_LNm, value_LNmV, movable_LNm, load_LNV, *pairs) else idle + 1
+        made_G = _exchange(slots_LNm, value_LNmV, movable_LNm, load_LNV, *pairs, left_G)
+        idle = 0 if made_G.any() else idle + 1
+        if budget_G is not None:
+            left_G = left_G - made_G
     np.put_along_axis(slots_LNp, where_LNm, slots_LNm, axis=2)
 
 
@@ -69,8 +76,10 @@ def _exchange(
     layer: Array,
     high: Array,
     low: Array,
-) -> bool:
-    """Make every pair's best exchange of one replica each; whether any was better than none.
+    most_G: Array,
+) -> Array:
+    """Make every pair's best exchange of one replica each if it is better than none, at most `most_G` in each of G equal groups of
+    layers; how many were made (G,).
 
     Moving d from a rank to another that has `gap` less changes the sum of squares by 2 d (d - gap); here d = given - taken.
     """
@@ -90,8 +99,15 @@ def _exchange(
     best = change.argmin(axis=2)
     least = np.take_along_axis(change, best[..., None], axis=2)[..., 0]
     x, pair = np.nonzero(least < -1e-6)
+    group = layer[x, 0] // (len(slots_LNm) // len(most_G))
+    made_G = np.bincount(group, minlength=len(most_G))
+    if (made_G > most_G).any():
+        order = np.lexsort((least[x, pair], group))
+        place = np.arange(len(x)) - np.repeat(np.cumsum(made_G) - made_G, made_G)
+        chosen = order[place < most_G[group[order]]]
+        x, pair, made_G = x[chosen], pair[chosen], np.minimum(made_G, most_G)
     if not len(x):
-        return False
+        return made_G
     a, b = best[x, pair] // width, best[x, pair] % width
     row, rank_h, rank_l = layer[x, 0], high[x, pair], low[x, pair]
     step = taken[x, pair, b] - given[x, pair, a]
@@ -99,7 +115,7 @@ def _exchange(
     load_LNV[row, rank_l] -= step
     for array in (slots_LNm, value_LNmV, movable_LNm):
         array[row, rank_h, a], array[row, rank_l, b] = array[row, rank_l, b], array[row, rank_h, a]
-    return True
+    return made_G
 
 
 def _has(slots: Array, experts: Array) -> Array:
@@ -114,51 +130,39 @@ def relabel(
     movable_LE: Array,
     *,
     rounds: int,
-    budget: int | None = None,
-) -> int:
+) -> None:
     """Let experts with equally many replicas change places as a whole: load levels, the graph of shared experts stays.
 
-    In each round every layer proposes the best exchange of an expert of its fullest rank (after a failure of the next fullest, four
-    at most); with a `budget` of replicas to move, the proposals that gain most per moved replica are made while it lasts. Changes
-    held_LNE; returns how many replicas moved.
+    In each round every layer makes the best exchange of an expert of its fullest rank (after a failure of the next fullest, four
+    at most). Changes held_LNE.
     """
     load_VLN = np.matmul(share_VLE[:, :, None, :], held_LNE.swapaxes(1, 2).astype(np.float32))[:, :, 0]
     num_used = max(int(held_LNE[0].any(axis=1).sum()), 1)
     # From here on only the experts that may be moved, as columns M.
     columns_LM = np.argsort(~movable_LE, axis=1, kind="stable")[:, : int(movable_LE.sum(axis=1).max())]
     if not columns_LM.shape[1]:
-        return 0
+        return
     movable_LM = np.take_along_axis(movable_LE, columns_LM, axis=1)
     count_LM = np.take_along_axis(count_LE, columns_LM, axis=1)
     held_LNM = np.take_along_axis(held_LNE, columns_LM[:, None], axis=2)
     share_VLM = np.take_along_axis(share_VLE, columns_LM[None], axis=2)
     failed_L = np.zeros(len(held_LNE), dtype=np.int64)
-    moved = 0
     for _ in range(rounds):
         uneven_L = (load_VLN.max(axis=2) * num_used > ENOUGH * load_VLN.sum(axis=2)).any(axis=0)
         layers = np.flatnonzero(uneven_L & (failed_L < min(4, num_used)))
-        if not len(layers) or moved == budget:
+        if not len(layers):
             break
         one, two, gain = _best_relabelling(
             held_LNM, share_VLM, count_LM, movable_LM, load_VLN, layers, failed_L
         )
         better = gain < -1e-6
         failed_L[layers] = np.where(better, 0, failed_L[layers] + 1)
-        layers, one, two, gain = layers[better], one[better], two[better], gain[better]
-        if budget is not None:
-            cost = (held_LNM[layers, :, one] != held_LNM[layers, :, two]).sum(axis=1)
-            order = np.argsort(gain / np.maximum(cost, 1), kind="stable")
-            fits = order[np.cumsum(cost[order]) <= budget - moved]
-            if not len(fits):
-                break
-            layers, one, two = layers[fits], one[fits], two[fits]
-            moved += int(cost[fits].sum())
+        layers, one, two = layers[better], one[better], two[better]
         ranks_one, ranks_two = held_LNM[layers, :, one], held_LNM[layers, :, two]
         held_LNM[layers, :, one], held_LNM[layers, :, two] = ranks_two, ranks_one
         step_Vx = share_VLM[:, layers, two] - share_VLM[:, layers, one]
         load_VLN[:, layers] += step_Vx[:, :, None] * (ranks_one.astype(np.float32) - ranks_two)
     np.put_along_axis(held_LNE, columns_LM[:, None], held_LNM, axis=2)
-    return moved
 
 
 def _best_relabelling(

@@ -11,15 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_runtime.errors import ConfigError
+from moe_runtime.placement.fullest import fullest_rank
 from moe_runtime.placement.problem import Problem
-from moe_runtime.placement.refine import relabel, with_mean
-from moe_runtime.placement.slots import arrange
-from moe_runtime.placement.split import Replicas, most_rows
+from moe_runtime.placement.refine import level, with_mean
+from moe_runtime.placement.slots import arrange, held_of, of_slots
 
 Array = npt.NDArray[Any]
-ROUNDS = 40
-ROWS_PER_EXPERT = 1000
-"""Loads become whole rows in this measure."""
+ROUNDS = 12
 HYSTERESIS = 1.2
 """An expert's replica goes to another expert if a replica then carries this many times more."""
 
@@ -31,23 +29,22 @@ def replan(problem: Problem, held_LNE: Array, windows_WLE: Array, max_moves: int
     over the windows) most per replica moved, the layers that gain most first, until the moves are spent. Others stay as they are.
     """
     start_LNE = held_LNE.copy()
-    for layer in range(problem.num_layers):
-        _repair(problem, start_LNE[layer], problem.load_LE[layer])
+    load_LE = problem.load_LE
+    for layer in np.flatnonzero(_broken(problem, start_LNE)):
+        _repair(problem, start_LNE[layer], load_LE[layer])
     _fill(problem, start_LNE)
     forced = int((start_LNE & ~held_LNE).sum())
     if max_moves < 2:
         return start_LNE, forced
-    ways = []
     # Single replicas that leave their ring cut it; with two rings and more the graph stays connected.
     two_rings = problem.num_slots - problem.num_experts >= 2 * int((problem.room_N > 0).sum())
-    for spend in (None, _promote, _transfer) if two_rings else (None, _promote):
-        way_LNE = start_LNE.copy()
-        budget = 2 * max_moves  # more than can be taken, so that there is a choice
+    spends = (None, _promote, _transfer) if two_rings else (None, _promote)
+    ways_CLNE = np.repeat(start_LNE[None], len(spends), axis=0)
+    for way_LNE, spend in zip(ways_CLNE, spends, strict=True):
         if spend is not None:
-            spend(problem, way_LNE, budget // 2)
-        _level(problem, way_LNE, windows_WLE, budget - int((way_LNE & ~start_LNE).sum()))
-        ways.append(way_LNE)
-    return _best_ways(start_LNE, ways, windows_WLE, max_moves), forced
+            spend(problem, way_LNE, max_moves)
+    _level(problem, ways_CLNE, start_LNE, windows_WLE, 2 * max_moves)  # more than can be taken: a choice
+    return _best_ways(start_LNE, ways_CLNE, windows_WLE, max_moves), forced
 
 
 def fill_by_room(problem: Problem) -> Array:
@@ -61,40 +58,46 @@ def fill_by_room(problem: Problem) -> Array:
     return held_LNE
 
 
-def _level(problem: Problem, held_LNE: Array, windows_WLE: Array, budget: int) -> None:
+def _level(problem: Problem, ways_CLNE: Array, start_LNE: Array, windows_WLE: Array, budget: int) -> None:
+    """Exchange experts that have one replica, in all ways at once; `budget` replicas may move in each, what moved before included."""
+    num_ways = len(ways_CLNE)
+    used_C = (ways_CLNE & ~start_LNE).sum(axis=(1, 2, 3))
+    held_LNE = ways_CLNE.reshape(-1, *ways_CLNE.shape[2:])
     count_LE = held_LNE.sum(axis=1)
+    windows_WLE = np.tile(windows_WLE, (1, num_ways, 1))
     share_VLE = with_mean(windows_WLE) / count_LE.astype(np.float32)
-    movable_LE = np.tile(~problem.pinned_NE.any(axis=0), (problem.num_layers, 1))
-    relabel(held_LNE, share_VLE, count_LE, movable_LE, rounds=ROUNDS, budget=budget)
+    slots_LNp, _ = arrange(held_LNE)
+    movable_LE = ~problem.pinned_NE.any(axis=0) & (count_LE == 1)
+    movable_LNp = of_slots(movable_LE, slots_LNp, False)
+    level(slots_LNp, share_VLE, movable_LNp, rounds=ROUNDS, budget_G=budget - used_C)
+    ways_CLNE[:] = held_of(slots_LNp, problem.num_experts).reshape(ways_CLNE.shape)
 
 
-def _best_ways(start_LNE: Array, ways: list[Array], windows_WLE: Array, max_moves: int) -> Array:
+def _best_ways(start_LNE: Array, ways_CLNE: Array, windows_WLE: Array, max_moves: int) -> Array:
     """Per layer the way that gains most per move, while moves last."""
-    fullest_L = fullest_rank(start_LNE, windows_WLE)
-    gain_CL = np.array([fullest_L - fullest_rank(way, windows_WLE) for way in ways])
-    moves_CL = np.array([(way & ~start_LNE).sum(axis=(1, 2)) for way in ways])
+    every_LNE = np.concatenate([start_LNE[None], ways_CLNE]).reshape(-1, *start_LNE.shape[1:])
+    fullest_CL = fullest_rank(every_LNE, np.tile(windows_WLE, (1, 1 + len(ways_CLNE), 1)))
+    fullest_CL = fullest_CL.reshape(1 + len(ways_CLNE), -1)
+    gain_CL = fullest_CL[0] - fullest_CL[1:]
+    moves_CL = (ways_CLNE & ~start_LNE).sum(axis=(2, 3))
     held_LNE = start_LNE.copy()
     taken = np.zeros(len(held_LNE), dtype=bool)
     left = max_moves
     for at in np.argsort(-(gain_CL / np.maximum(moves_CL, 1)).ravel(), kind="stable"):
         way, layer = divmod(int(at), len(held_LNE))
         if gain_CL[way, layer] > 0 and not taken[layer] and moves_CL[way, layer] <= left:
-            held_LNE[layer] = ways[way][layer]
+            held_LNE[layer] = ways_CLNE[way, layer]
             taken[layer] = True
             left -= int(moves_CL[way, layer])
     return held_LNE
 
 
-def fullest_rank(held_LNE: Array, windows_WLE: Array) -> Array:
-    """float64 (L,): rows of the fullest rank after water-filling, a share of the mean, averaged over windows."""
-    slots_LNp, _ = arrange(held_LNE)
-    fullest = np.zeros(len(held_LNE))
-    for layer, slots_Np in enumerate(slots_LNp):
-        replicas = Replicas.of(slots_Np, held_LNE.shape[2])
-        for load_E in windows_WLE[:, layer]:
-            fullest[layer] += most_rows(np.rint(load_E * ROWS_PER_EXPERT).astype(np.int64), replicas)
-    num_used = max(int(held_LNE[0].any(axis=1).sum()), 1)
-    return fullest / len(windows_WLE) / (ROWS_PER_EXPERT * held_LNE.shape[2] / num_used)
+def _broken(problem: Problem, held_LNE: Array) -> Array:
+    """bool (L,): layers that `_repair` would change."""
+    broken_L = (held_LNE.sum(axis=2) > problem.room_N).any(axis=1)
+    broken_L |= (held_LNE.sum(axis=1) < problem.min_replicas).any(axis=1)
+    broken_L |= (problem.pinned_NE & ~held_LNE).any(axis=(1, 2))
+    return broken_L
 
 
 def _repair(problem: Problem, held_NE: Array, load_E: Array) -> None:
