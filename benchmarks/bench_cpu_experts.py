@@ -1,6 +1,6 @@
 """The experts of one step on a CPU: the C++ kernel, torch's products, and what memory and arithmetic allow in the same run.
 
-    python benchmarks/bench_cpu_experts.py --threads 2 --tokens 1,4,16,64,1024 [--out FILE]
+    python benchmarks/bench_cpu_experts.py --threads 2 --tokens 1,4,16,64,1024 [--scheme bfloat16,int8_channel] [--out FILE]
 
 Every layer has weights of its own, so that they come from memory as in a served model. Kernels and bounds take turns, and medians
 are shown. The bound of a step is the longer of two times: reading each weight that a row needs once, at the rate at which torch
@@ -23,9 +23,11 @@ from moe_runtime.experts.base import ExpertKernel, ExpertNeed, ExpertWeights
 from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.cpu_native import NativeExperts
 from moe_runtime.native.build import load_native
-from moe_runtime.quantization import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
+from moe_runtime.quantization import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, QuantScheme
 
-SCHEMES = (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR)
+SCHEMES: dict[str, QuantScheme | None] = {"bfloat16": None} | {
+    s.name: s for s in (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL)
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -42,15 +44,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--instructions", default="auto", help="values of --cpu-kernels, separated by commas")
-    parser.add_argument("--scheme", choices=[s.name for s in SCHEMES], help="FP8 weights; default: bfloat16")
+    parser.add_argument(
+        "--scheme", default="bfloat16", help=f"of the weights, separated by commas: {', '.join(SCHEMES)}"
+    )
     parser.add_argument("--out", type=Path, help="file for the results, as JSON")
     return parser
 
 
-def make_layers(args: argparse.Namespace) -> list[ExpertWeights]:
+def make_layers(args: argparse.Namespace, scheme: QuantScheme | None) -> list[ExpertWeights]:
     """Random weights of every layer."""
-
-    scheme = next((s for s in SCHEMES if s.name == args.scheme), None)
 
     def layer() -> ExpertWeights:
         gate_up = torch.randn(args.experts, 2, args.inner, args.hidden, dtype=torch.bfloat16)
@@ -101,33 +103,34 @@ def make_kernels(names: str) -> dict[str, ExpertKernel]:
 
 
 def measure(
-    args: argparse.Namespace, num_tokens: int, layers: list[ExpertWeights], kernels: dict[str, ExpertKernel]
-) -> dict[str, float]:
-    """Medians: `bound`, and each kernel, in milliseconds a step."""
-    batches = [make_batch(args, num_tokens) for _ in layers]
+    args: argparse.Namespace,
+    num_tokens: int,
+    layers: dict[str, list[ExpertWeights]],
+    kernels: dict[str, ExpertKernel],
+) -> dict[str, dict[str, float]]:
+    """Medians for each scheme: `bound`, and each kernel, in milliseconds a step."""
+    batches = [make_batch(args, num_tokens) for _ in range(args.layers)]
     matrix_values = 3 * args.hidden * args.inner
-    num_bytes = (
-        layers[0].down_pDF.element_size()
-        * matrix_values
-        * sum(int((b.num_rows_p > 0).sum()) for b in batches)
-    )
+    num_values = matrix_values * sum(int((b.num_rows_p > 0).sum()) for b in batches)
     operations = 2 * matrix_values * sum(b.row_index_S.shape[0] for b in batches)
     array, square = torch.ones(1 << 28), torch.randn(2048, 2048).bfloat16()
-    times: dict[str, list[float]] = {name: [] for name in ("bound", *kernels)}
+    times: dict[str, dict[str, list[float]]] = {s: {name: [] for name in ("bound", *kernels)} for s in layers}
 
-    def step(kernel: ExpertKernel) -> None:
-        for batch, weights in zip(batches, layers, strict=True):
+    def step(kernel: ExpertKernel, scheme: str) -> None:
+        for batch, weights in zip(batches, layers[scheme], strict=True):
             kernel(batch, weights)
 
-    for kernel in kernels.values():
-        step(kernel)
+    for scheme in layers:
+        for kernel in kernels.values():
+            step(kernel, scheme)
     for _ in range(args.rounds):
-        read = num_bytes * seconds(array.sum) / array.nbytes
+        read = num_values * seconds(array.sum) / array.nbytes
         compute = operations * seconds(lambda: square @ square) / (2 * 2048**3)
-        times["bound"].append(max(read, compute))
-        for name, kernel in kernels.items():
-            times[name].append(seconds(lambda kernel=kernel: step(kernel)))  # type: ignore[misc]
-    return {name: 1e3 * statistics.median(found) for name, found in times.items()}
+        for scheme, found in times.items():
+            found["bound"].append(max(read * layers[scheme][0].down_pDF.element_size(), compute))
+            for name, kernel in kernels.items():
+                found[name].append(seconds(lambda k=kernel, s=scheme: step(k, s)))  # type: ignore[misc]
+    return {s: {name: 1e3 * statistics.median(t) for name, t in found.items()} for s, found in times.items()}
 
 
 def main() -> None:
@@ -135,17 +138,22 @@ def main() -> None:
     args = build_parser().parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    kernels, layers = make_kernels(args.instructions), make_layers(args)
+    unknown = set(args.scheme.split(",")) - SCHEMES.keys()
+    if unknown:
+        raise SystemExit(f"--scheme: {', '.join(unknown)} is not one of {', '.join(SCHEMES)}")
+    kernels = make_kernels(args.instructions)
+    layers = {name: make_layers(args, SCHEMES[name]) for name in args.scheme.split(",")}
     found = {}
     for num_tokens in map(int, args.tokens.split(",")):
-        result = found[num_tokens] = measure(args, num_tokens, layers, kernels)
-        print(f"{num_tokens:5d} tokens: bound {result['bound']:.2f} ms")
-        for name in kernels:
-            share, ratio = result["bound"] / result[name], result["cpu"] / result[name]
-            print(
-                f"      {name:24s} {result[name]:9.2f} ms, {share:4.0%} of the bound, {ratio:.2f} x cpu",
-                flush=True,
-            )
+        found[num_tokens] = measure(args, num_tokens, layers, kernels)
+        for scheme, result in found[num_tokens].items():
+            print(f"{num_tokens:5d} tokens, {scheme}: bound {result['bound']:.2f} ms")
+            for name in kernels:
+                share, ratio = result["bound"] / result[name], result["cpu"] / result[name]
+                print(
+                    f"      {name:24s} {result[name]:9.2f} ms, {share:4.0%} of the bound, {ratio:.2f} x cpu",
+                    flush=True,
+                )
     if args.out:
         settings = {name: value for name, value in vars(args).items() if name != "out"}
         text = json.dumps({"settings": settings, "torch": torch.__version__, "milliseconds": found}, indent=1)

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from moe_runtime.core import DispatchPlan
 from moe_runtime.dispatch.collective import CollectiveDispatcher
 from moe_runtime.dispatch.combining import words_beside
-from moe_runtime.dispatch.fp8_payload import Fp8Payload, pack_rows, row_bytes, unpack_rows
+from moe_runtime.dispatch.fp8_payload import Fp8Payload
 from moe_runtime.dispatch.mailbox import HEADER_BYTES, Call, segment_bytes
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.dispatch.rows import plan_outgoing
 from moe_runtime.experts.base import wide_tokens
 from moe_runtime.native.build import load_native
-from moe_runtime.quantization import dequantize_rows
+from moe_runtime.quantization import dequantize_rows, pack_rows, row_bytes, unpack_rows
 from moe_runtime.topology import all_gather_text
 
 

@@ -129,12 +129,11 @@ def paged_batch(spans: list[tuple[int, int]], size: int, device: torch.device) -
 
 def layer_operations(env: Env) -> Rows:
     """Norms with and without a residual, rows to FP8, deterministic products, gated activations."""
-    from moe_runtime.dispatch.fp8_payload import pack_rows
     from moe_runtime.layers.activation import ACTIVATIONS
     from moe_runtime.layers.invariant import row_dependence
     from moe_runtime.layers.ops import TORCH_OPS
     from moe_runtime.layers.triton_ops import TritonOps
-    from moe_runtime.triton_support.fp8_rows import quantize_rows
+    from moe_runtime.quantization import pack_rows
 
     ops, invariant = TritonOps(), TritonOps(deterministic=True)
     for dtype in STEP:
@@ -153,7 +152,9 @@ def layer_operations(env: Env) -> Rows:
                 TORCH_OPS.rms_norm(x, weight, 1e-6),
                 STEP[dtype],
             )
-            yield same(f"rows to FP8 {what}", pack_rows(normed, quantize_rows), pack_rows(normed))
+            packing = ops.add_rms_norm_packed(x, delta, weight, 1e-6)
+            yield same(f"norm with FP8 rows {what}", torch.cat(packing[:2]), torch.cat((total, normed)))
+            yield same(f"its FP8 rows {what}", packing[2], pack_rows(packing[1]))
         for num_in, num_out in (
             ((130, 70), (64, 1)) if env.small else ((2048, 5120), (2880, 1), (2048, 151936))
         ):

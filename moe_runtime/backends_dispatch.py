@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from moe_runtime.backends import Choice, choose, choose_routing
+from moe_runtime.config import AUTO
 from moe_runtime.dispatch import (
     collective,
     grouping,
@@ -21,7 +22,7 @@ from moe_runtime.dispatch import (
 from moe_runtime.dispatch.base import plan_dispatch
 from moe_runtime.dispatch.collective import CollectiveDispatcher
 from moe_runtime.dispatch.counts import GatherCounts, keep_counts
-from moe_runtime.dispatch.fp8_payload import Fp8Payload, quantize_into
+from moe_runtime.dispatch.fp8_payload import Fp8Payload
 from moe_runtime.dispatch.local import LocalDispatcher
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
@@ -29,9 +30,9 @@ from moe_runtime.dispatch.triton_one_sided_network import NvshmemNetwork
 from moe_runtime.errors import ConfigError
 from moe_runtime.native.build import load_native
 from moe_runtime.placement.run_time_split import WORTH_ASKING
+from moe_runtime.quantization import FP8_BLOCK
 from moe_runtime.replicas import ChooseByCounts, choose_randomly
 from moe_runtime.triton_support.availability import has_fp8, target_arch
-from moe_runtime.triton_support.fp8_rows import quantize_rows
 
 if TYPE_CHECKING:
     import torch
@@ -79,14 +80,24 @@ def make_dispatcher(
     dispatcher = _dispatcher(choice.name, config, spec, dtype, topology)
     if config.dispatch_dtype != "fp8":
         return dispatcher, choice
-    return Fp8Payload(dispatcher, quantize_rows if rounds_rows(config, topology) else quantize_into), choice
+    return Fp8Payload(dispatcher, (spec.hidden_size, dtype)), choice
 
 
-def rounds_rows(config: EngineConfig, topology: Topology) -> bool:
-    """Whether FP8 rows are made by the Triton kernel: where routing is by kernels, and Triton knows the type."""
-    return choose_routing(config, topology.device.type, log=False).name == "triton" and has_fp8(
-        target_arch(topology.device)
-    )
+def choose_payload(config: EngineConfig, spec: ModelSpec, experts: str, topology: Topology) -> Choice:
+    """The dispatch_dtype: `auto` is fp8 where that changes no bit, since the `experts` of that name round rows so anyway."""
+    problem = None
+    if config.dispatch_dtype == AUTO:
+        problem = _payload_problem(spec, experts, topology)
+    reasons = {"fp8": problem, "model": None}
+    return choose("dispatch_dtype", config.dispatch_dtype, reasons, topology.rank == 0)
+
+
+def _payload_problem(spec: ModelSpec, experts: str, topology: Topology) -> str | None:
+    if spec.expert_scheme != FP8_BLOCK or not spec.quantize_activations:
+        return "the experts do not round their input to FP8 in groups of 128"
+    if experts != "triton":
+        return f"{experts} experts take no FP8 rows"
+    return None if has_fp8(target_arch(topology.device)) else "the GPU has no FP8"
 
 
 def _dispatcher(

@@ -80,8 +80,8 @@ class EngineConfig(_Checked):
     dtype: str = _field(AUTO, "model", "Type of weights and activations; auto: the checkpoint's",
                         choices=(AUTO, "float32", "bfloat16", "float16"))
     quantization: str = _field(AUTO, "model", "How experts are kept in memory; auto: as the checkpoint has them; none: in the model's type;"
-                               " fp8: scales per block of 128 x 128, fp8_channel: per output channel, fp8_tensor: per matrix",
-                               choices=(AUTO, "none", "fp8", "fp8_channel", "fp8_tensor"))
+                               " fp8: scales per block of 128 x 128, fp8_channel: per output channel, fp8_tensor: per matrix; int8: scales per output channel, on CPUs",
+                               choices=(AUTO, "none", "fp8", "fp8_channel", "fp8_tensor", "int8"))
     max_model_len: int | None = _field(None, "model", "Longest prompt plus output, in tokens; default: the model's", aliases=("context-length",), low=1)
     seed: int = _field(0, "model", "Seed for requests that give none is drawn from this", aliases=("random-seed",))
 
@@ -99,7 +99,7 @@ class EngineConfig(_Checked):
     combine: str = _field("exact", "parallel", "Who sums a token's expert results: its own rank (exact: the same bits for any number of ranks), or each"
                           " rank its own share first (per_rank: fewer bytes)", choices=("exact", "per_rank"))
     dispatch_dtype: str = _field(AUTO, "parallel", "Type in which tokens travel to their experts: the model's, or FP8 with a scale per 128 values;"
-                                 " auto: the model's", choices=(AUTO, "model", "fp8"))
+                                 " auto: FP8 where Triton experts round them so anyway, else the model's", choices=(AUTO, "model", "fp8"))
     overlap: str = _field(AUTO, "parallel", "Compute one half of a step's tokens while the other half's travel (on), or a MoE layer's rows"
                           " in chunks (chunks); auto: what measured step times say", choices=(AUTO, "off", "on", "chunks"))
     dispatch_delay_ms: float = _field(0.0, "parallel", "Hold messages between ranks back, to try out a slower network (one_sided dispatcher on CPUs)",

@@ -45,6 +45,8 @@ class MoeInput:
     """Largest T on any rank."""
     meanwhile: Callable[[], torch.Tensor] | None = None
     """A shared expert: computed while rows travel, its (T, D) added to the output."""
+    packed_TB: torch.Tensor | None = None
+    """x_TD as packed FP8 rows (`quantization.pack_rows`), which then travel in its stead. May not change either."""
 
 
 class MoePass(Protocol):
@@ -61,6 +63,11 @@ class MoePass(Protocol):
 
 class RoutedExperts(Protocol):
     """What runs the routed experts of any MoE layer: collective over the ranks, also with T = 0."""
+
+    @property
+    def takes_packed(self) -> bool:
+        """Whether rows travel as FP8: then they should come packed, since a norm can make them in passing."""
+        ...
 
     def begin(self, work: MoeInput) -> MoePass:
         """Send rows to their experts."""
@@ -95,6 +102,8 @@ class ExpertParallelMoe:
     choose: ChooseReplicas = plan_dispatch
     """Picks the copy of an expert that computes a pair."""
     recorder: ExpertWatch | None = None
+    takes_packed: bool = False
+    """See RoutedExperts: whether the dispatcher has an FP8 payload."""
 
     def begin(self, work: MoeInput) -> ExpertParallelPass:
         """See RoutedExperts."""
@@ -104,9 +113,10 @@ class ExpertParallelMoe:
         self.timeline.lap("router", moe_layer=work.moe_layer)
         if self.recorder is not None:
             self.recorder.count(routing.topk_ids_TK)
+        rows = work.x_TD if work.packed_TB is None else work.packed_TB
         parts = [
             _Part(rows_TD, self.choose(part, placement, self.rank, limit), work.moe_layer)
-            for rows_TD, part, limit in cut_rows(work.x_TD, routing, work.max_num_tokens, self.chunks)
+            for rows_TD, part, limit in cut_rows(rows, routing, work.max_num_tokens, self.chunks)
         ]
         return ExpertParallelPass(self, work.weights, parts, work.meanwhile)
 

@@ -1,8 +1,8 @@
-"""FP8 weights and activations: how values become bytes and scales, and back. The oracle for every kernel that computes with them.
+"""FP8 and int8 weights, FP8 activations: how values become bytes and scales, and back. The oracle for all kernels that use them.
 
-A value is payload * scale. Weights [out, in] have a scale per block of 128 x 128, per output channel, or per tensor;
-activations, rounded as they come, per group of 128 along a row for block weights, else per row. Payload is float8 e4m3
-(Micikevicius et al., 2022), scales are float32.
+A value is payload * scale. FP8 weights [out, in] have a scale per block of 128 x 128, per output channel, or per tensor, int8
+weights per output channel; activations, rounded as they come, per group of 128 along a row for block weights, else per row.
+Payload is float8 e4m3 (Micikevicius et al., 2022) or int8 from -127 to 127 (symmetric: no zero point), scales are float32.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+INT8_MAX = 127.0
 GROUP = 128
 """Values that share a scale, along each axis of a weight block and along a row of activations."""
 
@@ -25,13 +26,23 @@ class QuantScheme:
     """How the experts' weights are stored. `None` stands for weights in the model's own dtype."""
 
     name: str
-    """`fp8_block`, `fp8_channel` or `fp8_tensor`."""
+    """`fp8_block`, `fp8_channel`, `fp8_tensor` or `int8_channel`."""
+
+    @property
+    def payload(self) -> torch.dtype:
+        """Type of the values: FP8 or torch.int8."""
+        return torch.int8 if self.name == "int8_channel" else FP8
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether each row of a matrix, an output channel, has a scale."""
+        return self.name in ("fp8_channel", "int8_channel")
 
     def scale_shape(self, num_out: int, num_in: int) -> tuple[int, int]:
         """Shape of the scales of an [out, in] matrix."""
         if self.name == "fp8_block":
             return -(-num_out // GROUP), -(-num_in // GROUP)
-        return (num_out, 1) if self.name == "fp8_channel" else (1, 1)
+        return (num_out, 1) if self.per_channel else (1, 1)
 
     @property
     def row_step(self) -> int:
@@ -42,11 +53,11 @@ class QuantScheme:
         """The scales (rows of a matrix's scale) of its rows first..stop-1, as of a matrix of their own; first is a multiple of row_step."""
         if self.name == "fp8_block":
             return scale[first // GROUP : -(-stop // GROUP)]
-        return scale[first:stop] if self.name == "fp8_channel" else scale
+        return scale[first:stop] if self.per_channel else scale
 
     def quantize_weight(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """weight: (..., out, in). Returns FP8 of that shape and float32 scales (..., *scale_shape(out, in))."""
-        scale = scale_of(self.largest(weight))
+        """weight: (..., out, in). Returns the payload, of that shape, and float32 scales (..., *scale_shape(out, in))."""
+        scale = self.scale_of(self.largest(weight))
         return self.encode(weight, scale), scale
 
     def largest(self, weight: torch.Tensor) -> torch.Tensor:
@@ -60,15 +71,32 @@ class QuantScheme:
         return padded.abs().view(*lead, rows, high, columns, wide).amax(dim=(-3, -1))
 
     def encode(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """weight: (..., out, in). The FP8 payload under scales (..., *scale_shape(out, in))."""
-        return _to_fp8(weight.float() / self._spread(scale, *weight.shape[-2:]))
+        """weight: (..., out, in). The payload under scales (..., *scale_shape(out, in)); int8 rounds ties to even."""
+        codes = weight.float() / self._spread(scale, *weight.shape[-2:])
+        if self.payload == FP8:
+            return _to_fp8(codes)
+        return codes.round_().clamp_(-INT8_MAX, INT8_MAX).nan_to_num_().to(torch.int8)
+
+    def scale_of(self, largest: torch.Tensor) -> torch.Tensor:
+        """The scale that brings the largest magnitude to the largest code; 1 where all values are zero.
+
+        NaN and infinity, which int8 has no codes for, show in its scales.
+        """
+        if self.payload == FP8:
+            return scale_of(largest)
+        return torch.where(largest == 0, 1.0, largest / INT8_MAX)
 
     def dequantize(self, payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """payload: (..., out, in) FP8, scale as of quantize_weight. Returns float32."""
-        return fp8_to_float(payload) * self._spread(scale, *payload.shape[-2:])
+        """payload: (..., out, in), scale as of quantize_weight. Returns float32."""
+        values = fp8_to_float(payload) if self.payload == FP8 else payload.float()
+        return values * self._spread(scale, *payload.shape[-2:])
 
     def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: (rows, in) activations. Returns FP8 (rows, in) and float32 scales (rows, groups); groups is 1 but for blocks."""
+        """x: (rows, in) activations. Returns FP8 (rows, in) and float32 scales (rows, groups); groups is 1 but for blocks.
+
+        Of FP8 schemes only: int8 weights are multiplied with activations as they are.
+        """
+        assert self.payload == FP8, self.name
         return quantize_rows(x, self._activation_group(x.shape[1]))
 
     def round_rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,6 +115,7 @@ class QuantScheme:
 
 
 FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR = (QuantScheme(n) for n in ("fp8_block", "fp8_channel", "fp8_tensor"))
+INT8_CHANNEL = QuantScheme("int8_channel")
 
 
 def quantize_rows(x: torch.Tensor, group: int = GROUP) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,6 +137,36 @@ def dequantize_rows(payload: torch.Tensor, scale: torch.Tensor, group: int = GRO
     if num_in % group:
         return values.mul_(scale.repeat_interleave(group, 1)[:, :num_in])
     return values.view(rows, scale.shape[1], group).mul_(scale.unsqueeze(2)).view(rows, num_in)
+
+
+def row_bytes(hidden_size: int) -> int:
+    """Bytes of a packed row of `hidden_size` values: D x FP8, padding to 4, G x float32 scales."""
+    return _scales_at(hidden_size) + 4 * -(-hidden_size // GROUP)
+
+
+def _scales_at(hidden_size: int) -> int:
+    return -(-hidden_size // 4) * 4
+
+
+def empty_packed_rows(x_TD: torch.Tensor) -> torch.Tensor:
+    """uint8 (T, row_bytes(D)) for the rows of x: to be filled but for the padding, which is zero."""
+    T, D = x_TD.shape
+    rows = torch.empty(T, row_bytes(D), dtype=torch.uint8, device=x_TD.device)
+    rows[:, D : _scales_at(D)] = 0
+    return rows
+
+
+def pack_rows(x_TD: torch.Tensor) -> torch.Tensor:
+    """x_TD: float. Returns uint8 (T, row_bytes(D)): its `quantize_rows`, values and scales of a row side by side."""
+    rows = empty_packed_rows(x_TD)
+    for part, made in zip(unpack_rows(rows, x_TD.shape[1]), quantize_rows(x_TD), strict=True):
+        part.copy_(made)
+    return rows
+
+
+def unpack_rows(rows: torch.Tensor, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows: uint8 (R, row_bytes(hidden_size)). Returns FP8 (R, hidden_size) and float32 scales (R, G), views of them."""
+    return rows[:, :hidden_size].view(FP8), rows[:, _scales_at(hidden_size) :].view(torch.float32)
 
 
 def fp8_to_float(payload: torch.Tensor) -> torch.Tensor:

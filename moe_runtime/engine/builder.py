@@ -159,6 +159,10 @@ class RankBuilder:
             write = trace_file(Path(self.config.trace_dir), self.topology.rank)
             self.trace.begin(self.config.trace_steps, write)
         what = self.config, self.spec, self.dtype, self.topology
+        self.kernel, kernel = backends.make_experts(*what)
+        payload = backends_dispatch.choose_payload(self.config, self.spec, kernel.name, self.topology)
+        self.config = replace(self.config, dispatch_dtype=payload.name)
+        what = self.config, self.spec, self.dtype, self.topology
         self.dispatcher, dispatcher = backends_dispatch.make_dispatcher(*what)
         self.replicas, replicas = backends_dispatch.make_replica_choice(
             self.config, self.dispatcher, self.topology
@@ -167,7 +171,6 @@ class RankBuilder:
         # What `auto` comes to on CPUs depends on the step, elsewhere it is what was chosen; one rank has no choice.
         kept = replicas.name == "dynamic" or self.topology.world_size == 1
         self.replica_split = asked if kept else replicas.name
-        self.kernel, kernel = backends.make_experts(*what)
         self.router, router = backends.make_router(self.config, self.topology)
         self.ops, ops = backends.make_layer_ops(*what)
         overlap = backends_dispatch.choose_overlap(self.config, self.topology)
@@ -185,7 +188,8 @@ class RankBuilder:
         )
         graphs = backends.Choice("cuda_graphs", str(self.graph_sizes), self.graph_sizes.why)
         logger.log(logging.INFO if self.topology.rank == 0 else logging.DEBUG, "%s: %s (%s)", *graphs)
-        self.choices = [dispatcher, replicas, kernel, router, ops, overlap, self.attention_choice, graphs]
+        self.choices = [dispatcher, payload, replicas, kernel, router, ops, overlap]
+        self.choices += [self.attention_choice, graphs]
 
     def reserve(self) -> None:
         """The KV cache."""
@@ -246,6 +250,7 @@ class RankBuilder:
             self.timeline,
             choose=self.replicas,
             recorder=self.recorder,
+            takes_packed=self.config.dispatch_dtype == "fp8",
         )
         graphs = None
         if self.graph_sizes.sizes:

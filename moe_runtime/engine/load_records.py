@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from moe_runtime.dispatch.fp8_payload import row_bytes
 from moe_runtime.engine.messages import LoadNews, Recorded
 from moe_runtime.placement.record import RecordMeta, write_meta, write_rank
 from moe_runtime.placement.recorder import KEPT_ROWS
+from moe_runtime.quantization import row_bytes
 from moe_runtime.weights.identity import checkpoint_identity
 
 if TYPE_CHECKING:

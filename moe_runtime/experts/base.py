@@ -19,9 +19,9 @@ class ExpertWeights:
     """Weights of one layer's local slots, [slot, out, in]. Empty slots receive no rows, and may be written while others are read."""
 
     gate_up_pFD: torch.Tensor
-    """[p, 2F, D]: rows 0..F-1 gate, F..2F-1 up; [p, F, D] for an activation without a gate. FP8 under a scheme."""
+    """[p, 2F, D]: rows 0..F-1 gate, F..2F-1 up; [p, F, D] for an activation without a gate. Under a scheme of its payload type."""
     down_pDF: torch.Tensor
-    """[p, D, F]. FP8 under a scheme."""
+    """[p, D, F]. Of the same type."""
     activation: str
     """A name of `layers.activation`."""
     activation_limit: float | None = None
@@ -35,7 +35,7 @@ class ExpertWeights:
     down_scale: torch.Tensor | None = None
     """float32 [p, *scheme.scale_shape(D, F)]."""
     quantize_activations: bool = False
-    """Under a scheme: whether x and the activation's result are rounded to FP8 too (W8A8), or stay as they are (W8A16)."""
+    """Under an FP8 scheme: whether x and the activation's result are rounded to FP8 too (W8A8), or stay as they are (W8A16)."""
 
     @property
     def num_bytes(self) -> int:

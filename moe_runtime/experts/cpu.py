@@ -1,6 +1,6 @@
 """Experts on CPUs: for every local slot that has rows, gather them and multiply twice.
 
-FP8 weights are brought back to the model's dtype a tile at a time, in a buffer that is used again and again, and multiplied as
+FP8 and int8 weights are brought back to the model's dtype a tile at a time, in a buffer that is used again and again, and multiplied as
 other weights are (W8A16).
 
 Legend: S expert rows, n rows of one tile, D hidden, F expert intermediate size, O out and I in of one matrix, p slots.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ROW_TILE = 1024
 """Most rows multiplied at once: enough to be bound by arithmetic, and it bounds the memory a hot slot takes."""
 DEQUANT_TILE = 1 << 20
-"""Values of a matrix brought back from FP8 at once, about: few enough to stay in a cache until they are multiplied."""
+"""Values of a matrix brought back from FP8 or int8 at once, about: few enough to stay in a cache until they are multiplied."""
 
 
 class CpuExperts:
@@ -132,6 +132,8 @@ def _dequantize(
     The bits of e4m3, moved to the same places of a float32 (its lowest exponent bits and highest of the mantissa), are the value
     times 2^(7 - 127), as the exponents' biases are 7 and 127; subnormal values too. NaN, which is not kept, is refused on loading.
     """
+    if scheme.payload == torch.int8:
+        return buffer_OI.view(torch.float32).copy_(payload_OI).mul_(scale)
     buffer_OI.copy_(payload_OI.view(torch.int8)).bitwise_left_shift_(20).bitwise_and_(SIGN_AND_VALUE)
     values_OI = buffer_OI.view(torch.float32).mul_(2.0**120)
     if scheme.name != "fp8_block":

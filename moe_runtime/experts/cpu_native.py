@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, SWIGLU_OAI: 4}
 """As the enum Activation in native/activation.h."""
+FORMAT_CODES = {torch.bfloat16: 0, FP8: 1, torch.int8: 2}
+"""As the enum Format in native/products.h."""
 WORK_INTS = 3
 """int64 values that the library keeps for a slot."""
 
@@ -57,7 +59,7 @@ class _Call(ctypes.Structure):
         ("limit", ctypes.c_float),
         ("activation", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
-        ("is_fp8", ctypes.c_int32),
+        ("format", ctypes.c_int32),
         ("gate_up_scales", _Scales),
         ("down_scales", _Scales),
     )  # fmt: skip
@@ -104,7 +106,7 @@ class NativeExperts:
             tokens_RD.shape[0], tokens_RD.stride(0), num_rows, num_slots, hidden, inner, self.max_rows,
             math.inf if weights.activation_limit is None else weights.activation_limit,
             ACTIVATION_CODES[weights.activation], torch.get_num_threads(),
-            weights.scheme is not None, _scales(weights, weights.gate_up_scale, inner, hidden),
+            FORMAT_CODES[weights.down_pDF.dtype], _scales(weights, weights.gate_up_scale, inner, hidden),
             _scales(weights, weights.down_scale, hidden, inner),
         )  # fmt: skip
         assert self.native.library is not None, self.native.problem
@@ -128,7 +130,7 @@ PROBLEMS = {-1: "a row's token is not in the batch", -2: "the slots' rows are no
 
 def _check(weights: ExpertWeights, num_slots: int, hidden: int, inner: int, rows_p: torch.Tensor) -> None:
     """That memory is as the library expects it."""
-    stored = torch.bfloat16 if weights.scheme is None else FP8
+    stored = torch.bfloat16 if weights.scheme is None else weights.scheme.payload
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "gate_up_pFD": (stored, (num_slots, 2 * inner, hidden)),
         "down_pDF": (stored, (num_slots, hidden, inner)),
@@ -156,5 +158,7 @@ def _scales(weights: ExpertWeights, scale: torch.Tensor | None, num_out: int, nu
     if weights.scheme is None:
         return _Scales(None, 1, 0, 0)
     rows, groups = weights.scheme.scale_shape(num_out, num_in)
-    per_scale = {"fp8_block": GROUP, "fp8_channel": 1, "fp8_tensor": max(1, num_out)}[weights.scheme.name]
+    # Of the rows that share a scale, where it is one for all of them.
+    whole = GROUP if weights.scheme.name == "fp8_block" else max(1, num_out)
+    per_scale = 1 if weights.scheme.per_channel else whole
     return _Scales(_pointer(scale), per_scale, rows, groups)

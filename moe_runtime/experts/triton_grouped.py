@@ -62,6 +62,8 @@ class TritonExperts:
         """None if it can, else why not."""
         if need.dtype not in DTYPES:
             return f"{need.dtype} is not one of float32, bfloat16, float16"
+        if need.scheme is not None and need.scheme.payload != FP8:
+            return f"{need.scheme.name} weights are computed on CPUs only, by cpu_native and cpu"
         return expert_activation_problem(need.activation) or availability.triton_problem(need.device_type)
 
     def __call__(self, batch: ExpertBatch, weights: ExpertWeights) -> torch.Tensor:

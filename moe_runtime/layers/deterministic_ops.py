@@ -11,6 +11,7 @@ import torch
 
 from moe_runtime.layers import invariant
 from moe_runtime.layers.activation import expert_activation, is_gated
+from moe_runtime.layers.ops import packed_after
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +60,12 @@ class DeterministicOps:
         """See LayerOps."""
         total = x_TD + delta_TD
         return total, self.rms_norm(total, weight, eps)
+
+    def add_rms_norm_packed(
+        self, x_TD: torch.Tensor, delta_TD: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See LayerOps. Rounding to FP8 takes elements and the largest of a group, so rows cannot meet."""
+        return packed_after(self.add_rms_norm(x_TD, delta_TD, weight, eps))
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """See LayerOps. Raises ConfigError on an unknown activation."""

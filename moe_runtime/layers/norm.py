@@ -31,3 +31,9 @@ class RmsNorm(nn.Module):
     def after_adding(self, x_TD: torch.Tensor, delta_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns x + delta and its norm, both (T, D)."""
         return self.ops.add_rms_norm(x_TD, delta_TD, self.weight, self.eps)
+
+    def packed_after_adding(
+        self, x_TD: torch.Tensor, delta_TD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same, and the norm as packed FP8 rows (`quantization.pack_rows`)."""
+        return self.ops.add_rms_norm_packed(x_TD, delta_TD, self.weight, self.eps)

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from moe_runtime.layers.activation import expert_activation
+from moe_runtime.quantization import pack_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,12 @@ class LayerOps(Protocol):
         """Returns s = x + delta, rounded to x's dtype, and rms_norm(s)."""
         ...
 
+    def add_rms_norm_packed(
+        self, x_TD: torch.Tensor, delta_TD: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns what add_rms_norm does, and `quantization.pack_rows` of the norm: uint8 (T, row_bytes(D))."""
+        ...
+
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """(..., 2F), gate then up, to (..., F): act(gate) * up."""
         ...
@@ -43,6 +50,13 @@ class LayerOps(Protocol):
     def elementwise(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """function(x), for a function of each element alone that keeps the shape."""
         ...
+
+
+def packed_after(
+    results: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """add_rms_norm_packed in two steps: `results` are those of add_rms_norm."""
+    return *results, pack_rows(results[1])
 
 
 class TorchOps:
@@ -66,6 +80,12 @@ class TorchOps:
         """See LayerOps."""
         total = x_TD + delta_TD
         return total, self.rms_norm(total, weight, eps)
+
+    def add_rms_norm_packed(
+        self, x_TD: torch.Tensor, delta_TD: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See LayerOps."""
+        return packed_after(self.add_rms_norm(x_TD, delta_TD, weight, eps))
 
     def gated_activation(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """See LayerOps. Raises ConfigError on an unknown activation."""

@@ -15,7 +15,9 @@ from torch.nn import functional as F
 from moe_runtime.errors import ConfigError
 from moe_runtime.layers import invariant, triton_dense
 from moe_runtime.layers.activation import activation_problem
-from moe_runtime.triton_support.availability import triton_problem
+from moe_runtime.layers.ops import packed_after
+from moe_runtime.quantization import GROUP, empty_packed_rows, unpack_rows
+from moe_runtime.triton_support.availability import has_fp8, target_arch, triton_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +59,17 @@ class TritonOps:
         _norm(x_TD, delta_TD, weight, eps, total_TD, out_TD)
         return total_TD, out_TD
 
+    def add_rms_norm_packed(
+        self, x_TD: torch.Tensor, delta_TD: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See LayerOps. One kernel where the GPU has FP8."""
+        if not has_fp8(target_arch(x_TD.device)):
+            return packed_after(self.add_rms_norm(x_TD, delta_TD, weight, eps))
+        total_TD, out_TD = (torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) for _ in range(2))
+        packed_TB = empty_packed_rows(x_TD)
+        _norm(x_TD, delta_TD, weight, eps, total_TD, out_TD, packed_TB)
+        return total_TD, out_TD, packed_TB
+
     def elementwise(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """See LayerOps."""
         return invariant.elementwise(function, x) if self.deterministic else function(x)
@@ -88,6 +101,7 @@ def _norm(
     eps: float,
     total_TD: torch.Tensor | None,
     out: torch.Tensor,
+    packed_TB: torch.Tensor | None = None,
 ) -> None:
     from moe_runtime.layers.triton_ops_kernels import rms_norm
 
@@ -100,12 +114,14 @@ def _norm(
         outer_stride = rows.stride(0)
     delta = rows if delta_TD is None else _as_rows(delta_TD)
     width = x.shape[-1]
-    tile = _power_of_two(width)
+    values, scale = (None, None) if packed_TB is None else unpack_rows(packed_TB, width)
+    # Scale groups are whole.
+    tile = _power_of_two(width) if packed_TB is None else max(GROUP, _power_of_two(width))
     height = max(1, TILE // 4 // tile)
     num_rows = x.numel() // width
     rms_norm[(-(-num_rows // height),)](
-        rows, delta, weight, out if total_TD is None else total_TD, out,
-        num_rows, outer_stride, inner_stride, delta.stride(0), eps,
+        rows, delta, weight, out if total_TD is None else total_TD, out, values, scale,
+        num_rows, outer_stride, inner_stride, delta.stride(0), eps, None if packed_TB is None else packed_TB.stride(0),
         INNER=inner, D=width, DP=tile, BR=height, ADD=delta_TD is not None,
         num_warps=min(16, max(4, tile * height // 512)),
     )  # fmt: skip

@@ -21,7 +21,6 @@ from moe_runtime.layers.linear import GatedMlp, Linear, weight
 from moe_runtime.layers.norm import RmsNorm
 from moe_runtime.layers.rope import RotaryEmbedding
 from moe_runtime.moe import MoeInput
-from moe_runtime.quantization import FP8
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,7 +107,7 @@ class MoeMlp(nn.Module):
         self.activation = spec.activation
         self.router = Linear(hidden, spec.num_experts, dtype, device, ops)
         self.scheme, self.quantize_activations = spec.expert_scheme, spec.quantize_activations
-        stored = dtype if self.scheme is None else FP8
+        stored = dtype if self.scheme is None else self.scheme.payload
         self.gate_up = weight(num_slots, 2 * inner, hidden, dtype=stored, device=device)
         self.down = weight(num_slots, hidden, inner, dtype=stored, device=device)
         self.gate_up_scale: nn.Parameter | None = None
@@ -132,8 +131,10 @@ class MoeMlp(nn.Module):
             quantize_activations=self.quantize_activations,
         )
 
-    def forward(self, x_TD: torch.Tensor, moe: RoutedExperts, batch: ForwardBatch) -> MoePass:
-        """x_TD: normed hidden states, T may be 0. Sends rows to their experts; the output is the pass's."""
+    def forward(
+        self, x_TD: torch.Tensor, packed_TB: torch.Tensor | None, moe: RoutedExperts, batch: ForwardBatch
+    ) -> MoePass:
+        """x_TD: normed hidden states, T may be 0; packed_TB: as of MoeInput. Sends rows to their experts; the output is the pass's."""
 
         def choose() -> Routing:
             routing = self.route(self.router(x_TD), self.routing_method, None, self.weights_dtype)
@@ -143,7 +144,9 @@ class MoeMlp(nn.Module):
 
         shared = None if self.shared_expert is None else lambda: self._shared(x_TD)
         weights = self.expert_weights()
-        return moe.begin(MoeInput(self.moe_layer, x_TD, choose, weights, batch.max_num_tokens, shared))
+        return moe.begin(
+            MoeInput(self.moe_layer, x_TD, choose, weights, batch.max_num_tokens, shared, packed_TB)
+        )
 
     def _shared(self, x_TD: torch.Tensor) -> torch.Tensor:
         assert self.shared_expert is not None
@@ -209,9 +212,13 @@ class DecoderLayer(nn.Module):
         else:
             stream.x_TD, normed = self.input_norm.after_adding(stream.x_TD, delta_TD)
         attended = self.attention(normed, stream.rotation, backend, stream.plan)
-        stream.x_TD, normed = self.mlp_norm.after_adding(stream.x_TD, attended)
+        packed = None
+        if isinstance(self.mlp, MoeMlp) and moe.takes_packed:
+            stream.x_TD, normed, packed = self.mlp_norm.packed_after_adding(stream.x_TD, attended)
+        else:
+            stream.x_TD, normed = self.mlp_norm.after_adding(stream.x_TD, attended)
         if isinstance(self.mlp, MoeMlp):
-            stream.under_way = self.mlp(normed, moe, stream.batch)
+            stream.under_way = self.mlp(normed, packed, moe, stream.batch)
         else:
             stream.delta_TD = self.mlp(normed)
 

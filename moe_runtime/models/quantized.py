@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moe_runtime.errors import ConfigError
 from moe_runtime.models.base import ConfigFields, Refusal
 from moe_runtime.models.spec import StoredQuantization
-from moe_runtime.quantization import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, GROUP
+from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, GROUP, INT8_CHANNEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ METHODS = ("fp8", "compressed-tensors")
 BLOCK = [GROUP, GROUP]
 FORMATS = ("float-quantized", "naive-quantized")
 STRATEGIES = {"block": FP8_BLOCK, "channel": FP8_CHANNEL, "tensor": FP8_TENSOR}
-ASKED = {"fp8": FP8_BLOCK, "fp8_channel": FP8_CHANNEL, "fp8_tensor": FP8_TENSOR}
+ASKED = {"fp8": FP8_BLOCK, "fp8_channel": FP8_CHANNEL, "fp8_tensor": FP8_TENSOR, "int8": INT8_CHANNEL}
 """Scheme that each value of the `quantization` setting makes of unquantised experts."""
 
 FP8_FIELDS = ConfigFields(
@@ -131,7 +131,7 @@ def with_expert_scheme(spec: ModelSpec, asked: str, device_type: str = "cpu") ->
         scheme = stored
     elif asked == "none":
         scheme = None
-    elif stored is not None and asked not in ("fp8", stored.name):
+    elif stored is not None and asked != stored.name and not stored.name.startswith(f"{asked}_"):
         raise ConfigError(
             f"quantization={asked!r}: the experts of this checkpoint are stored as {stored.name}; use auto to keep them so,"
             " or none to compute with the model's dtype"
@@ -139,7 +139,7 @@ def with_expert_scheme(spec: ModelSpec, asked: str, device_type: str = "cpu") ->
     else:
         scheme = stored or ASKED[asked]
     weights_only = spec.stored is not None and spec.stored.weights_only
-    both = scheme is not None and device_type != "cpu" and not weights_only
+    both = scheme is not None and scheme.payload == FP8 and device_type != "cpu" and not weights_only
     return dataclasses.replace(spec, expert_scheme=scheme, quantize_activations=both)
 
 

@@ -20,7 +20,7 @@ struct ExpertsCall {
     const bf16 *tokens;            // num_tokens rows, token_stride apart
     const int64_t *row_index;      // num_rows: the token row of each expert row
     const int64_t *rows_of_slot;   // num_slots, sums to num_rows
-    const void *gate_up;           // [num_slots, 2 inner, hidden], bf16, or fp8 if is_fp8
+    const void *gate_up;           // [num_slots, 2 inner, hidden], of `format`
     const void *down;              // [num_slots, hidden, inner]
     const bf16 *gate_up_bias;      // [num_slots, 2 inner]
     const bf16 *down_bias;         // [num_slots, hidden]
@@ -29,7 +29,7 @@ struct ExpertsCall {
     int64_t num_tokens, token_stride, num_rows, num_slots, hidden, inner;
     int64_t max_rows;              // Slots with more rows are left out.
     float limit;                   // Infinity: none.
-    int32_t activation, num_threads, is_fp8;
+    int32_t activation, num_threads, format;
     Scales gate_up_scales, down_scales;  // Of one part of gate_up: gate, then up.
 };
 
@@ -49,18 +49,22 @@ Rows<W> rows_of(const void *matrices, const Scales &scales, int64_t matrix, int6
 
 // The same rows in bf16, for so many token rows that widening for each TILE_ROWS of them would take longer. Scales that change
 // along a row are applied, and the products rounded; others stay scales.
-Rows<bf16> widened(const Rows<fp8> &rows, int64_t columns, std::vector<bf16> &values) {
+template <typename W>
+Rows<bf16> widened(const Rows<W> &rows, int64_t columns, std::vector<bf16> &values) {
     values.resize(columns * rows.depth);
+    if (rows.groups <= 1) {
+        widen_all(rows.values, columns * rows.depth, values.data());
+        return {values.data(), rows.depth, rows.scales, rows.rows_per_scale, rows.groups, rows.first};
+    }
     for (int64_t c = 0; c < columns; c++)
         for (int64_t k = 0; k < rows.depth; k += GROUP) {
-            float scale = rows.groups > 1 ? rows.scales_of(c)[k / GROUP] : 1.0f;
-            const fp8 *from = rows.values + c * rows.depth + k;
+            float scale = rows.scales_of(c)[k / GROUP];
+            const W *from = rows.values + c * rows.depth + k;
             bf16 *to = values.data() + c * rows.depth + k;
             int64_t count = std::min(GROUP, rows.depth - k);
-            for (int64_t i = 0; i < count; i++) to[i] = narrow(widen(widen_fp8(from[i])) * scale);
+            for (int64_t i = 0; i < count; i++) to[i] = narrow(widen(to_bf16(from[i])) * scale);
         }
-    const float *scales = rows.groups > 1 ? nullptr : rows.scales;
-    return {values.data(), rows.depth, scales, rows.rows_per_scale, rows.groups, rows.first};
+    return {values.data(), rows.depth, nullptr, 1, 0, rows.first};
 }
 
 const Rows<bf16> &widened(const Rows<bf16> &rows, int64_t, std::vector<bf16> &) { return rows; }
@@ -157,7 +161,10 @@ extern "C" int64_t moe_runtime_experts(const ExpertsCall *given, Work *works) {
     }
     if (row != call.num_rows) return -2;
     if (!num_work) return left_out;
-    if (call.is_fp8) compute<fp8>(call, works, num_work);
-    else compute<bf16>(call, works, num_work);
+    switch (Format(call.format)) {
+        case BF16: compute<bf16>(call, works, num_work); break;
+        case FP8: compute<fp8>(call, works, num_work); break;
+        case INT8: compute<int8>(call, works, num_work); break;
+    }
     return left_out;
 }

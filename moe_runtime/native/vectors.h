@@ -1,7 +1,7 @@
 // bfloat16 vectors and float32 sums, as wide as the instruction set that this is compiled for has them.
 //
 // Packed: STEP consecutive bfloat16 values. Sum: float32 partial sums of a dot product. load(from) reads STEP values, of bfloat16
-// or FP8; load_first(from, count) the first count < STEP, then zeros.
+// FP8 or int8; load_first(from, count) the first count < STEP, then zeros.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,7 @@
 #endif
 
 typedef uint16_t bf16;  // The bits.
+typedef int8_t int8;
 typedef uint8_t fp8;    // The bits of a float8 e4m3 without infinities (e4m3fn). NaN is not kept: loading refuses it.
 
 static inline float widen(bf16 value) {
@@ -31,16 +32,32 @@ static inline bf16 narrow(float value) {
 
 // Exact. A normal e4m3 has its exponent and mantissa in the places of bfloat16's lowest, 120 less in the exponent's bias; of the
 // subnormal, m * 2^-9, there are eight.
-static inline bf16 widen_fp8(fp8 value) {
+static inline bf16 to_bf16(fp8 value) {
     uint32_t magnitude = value & 0x7F, bits;
     float small = float(magnitude) * 0x1p-9f;
     memcpy(&bits, &small, sizeof bits);
     return bf16((magnitude < 8 ? bits >> 16 : (magnitude << 4) + 0x3C00) | (uint32_t(value) & 0x80) << 8);
 }
 
+// Exact: bfloat16 has eight bits of precision.
+static inline bf16 to_bf16(int8 value) {
+    float wide = value;
+    uint32_t bits;
+    memcpy(&bits, &wide, sizeof bits);
+    return bf16(bits >> 16);
+}
+
 #ifdef __AVX512F__
 
-// The same for 32 values.
+// The same for 32 values: float32, of which the upper halves are kept.
+static inline __m512i widen_int8(const int8 *from) {
+    static const uint16_t UPPER[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                       33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from + 1)));
+    return _mm512_permutex2var_epi16(_mm512_castps_si512(low), _mm512_loadu_si512(UPPER), _mm512_castps_si512(high));
+}
+
 static inline __m512i widen_fp8(__m256i values) {
     static const uint16_t SMALL[32] = {0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60};
     __m512i wide = _mm512_cvtepi8_epi16(values);
@@ -87,12 +104,6 @@ static inline Packed load(const bf16 *from) {
     return packed;
 }
 
-static inline Packed load_first(const bf16 *from, int64_t count) {
-    bf16 values[STEP] = {};
-    memcpy(values, from, count * sizeof(bf16));
-    return load(values);
-}
-
 // A 32-bit lane holds two values: the upper one is a float32 once the lower is cleared, the lower once it is moved up.
 static inline Sum add_products(Sum sum, Packed a, Packed b) {
     sum += (Sum)(a << 16) * (Sum)(b << 16);
@@ -107,20 +118,35 @@ static inline Packed load(const fp8 *from) {
     return (Packed)widen_fp8(_mm256_loadu_si256((const __m256i *)from));
 }
 
+static inline Packed load(const int8 *from) { return (Packed)widen_int8(from); }
+
 #else
 
-static inline Packed load(const fp8 *from) {
+template <typename W>
+static inline Packed load(const W *from) {
     bf16 values[STEP];
-    for (int64_t i = 0; i < STEP; i++) values[i] = widen_fp8(from[i]);
+    for (int64_t i = 0; i < STEP; i++) values[i] = to_bf16(from[i]);
     return load(values);
 }
 
 #endif
 
-static inline Packed load_first(const fp8 *from, int64_t count) {
-    fp8 values[STEP] = {};
-    memcpy(values, from, count);
+template <typename W>
+static inline Packed load_first(const W *from, int64_t count) {
+    W values[STEP] = {};
+    memcpy(values, from, count * sizeof(W));
     return load(values);
+}
+
+// So many values in bfloat16.
+template <typename W>
+static inline void widen_all(const W *from, int64_t count, bf16 *to) {
+    int64_t i = 0;
+    for (; i + STEP <= count; i += STEP) {
+        Packed values = load(from + i);
+        memcpy(to + i, &values, sizeof values);
+    }
+    for (; i < count; i++) to[i] = to_bf16(from[i]);
 }
 
 // out[i] = the sum over the lanes of sums[i], for 4 of them.

@@ -19,7 +19,6 @@ from moe_runtime.attention.kv_cache import KVCache
 from moe_runtime.attention.triton_paged import TritonPagedAttention
 from moe_runtime.core import DispatchPlan, ForwardBatch
 from moe_runtime.dispatch import triton_grouping
-from moe_runtime.dispatch.fp8_payload import pack_rows
 from moe_runtime.dispatch.triton_one_sided import TritonOneSidedDispatcher
 from moe_runtime.dispatch.triton_one_sided_network import NvshmemNetwork
 from moe_runtime.dispatch.triton_one_sided_virtual import VirtualHeap
@@ -29,7 +28,6 @@ from moe_runtime.layers.rope import Rotation
 from moe_runtime.layers.triton_ops import TritonOps
 from moe_runtime.quantization import FP8
 from moe_runtime.tools.compile_expert_cases import expert_launches
-from moe_runtime.triton_support.fp8_rows import quantize_rows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -54,7 +52,6 @@ def all_cases(nvshmem: str | None) -> list[Case]:
         *attention_cases(),
         *layer_cases(),
         *dense_cases(),
-        *payload_cases(),
     ]
     assert len({case.name for case in cases}) == len(cases)
     return cases
@@ -204,15 +201,17 @@ def _attention(
 
 
 def layer_cases() -> list[Case]:
-    """Norms over hidden states and heads, the dense activation."""
+    """Norms over hidden states and heads, also with FP8 rows beside them, and the dense activation."""
+    shapes = {
+        "D=2048 bf16": (2048, BF16),
+        "D=7168 bf16": (7168, BF16),
+        "D=2048 fp16": (2048, FP16),
+        "D=2048 fp32": (2048, FP32),
+    }
     return [
-        Case(f"layers {name}", partial(_layers, hidden, dtype))
-        for name, hidden, dtype in (
-            ("D=2048 bf16", 2048, BF16),
-            ("D=7168 bf16", 7168, BF16),
-            ("D=2048 fp16", 2048, FP16),
-            ("D=2048 fp32", 2048, FP32),
-        )
+        Case(f"layers {name}{what}", partial(launch, *shape))
+        for what, launch in (("", _layers), (" with fp8 rows", _packed_norm))
+        for name, shape in shapes.items()
     ]
 
 
@@ -223,6 +222,11 @@ def _layers(hidden: int, dtype: torch.dtype) -> None:
     ops.rms_norm(x, weight, 1e-6)
     ops.rms_norm(x.view(tokens, hidden // 128, 128), weight[:128], 1e-6)
     ops.gated_activation(x, "silu")
+
+
+def _packed_norm(hidden: int, dtype: torch.dtype) -> None:
+    x = torch.empty(64, hidden, dtype=dtype)
+    TritonOps().add_rms_norm_packed(x, x, torch.empty(hidden, dtype=dtype), 1e-6)
 
 
 def dense_cases() -> list[Case]:
@@ -241,15 +245,3 @@ def dense_cases() -> list[Case]:
 def _dense(num_out: int, num_in: int, dtype: torch.dtype) -> None:
     weight, bias = torch.empty(num_out, num_in, dtype=dtype), torch.empty(num_out, dtype=dtype)
     TritonOps(deterministic=True).linear(torch.empty(64, num_in, dtype=dtype), weight, bias)
-
-
-def payload_cases() -> list[Case]:
-    """Rows rounded to FP8 before they travel."""
-    return [
-        Case(f"payload D={hidden} {name} to fp8", partial(_to_fp8, hidden, dtype))
-        for hidden, name, dtype in ((2048, "bf16", BF16), (7168, "bf16", BF16), (2048, "fp16", FP16))
-    ]
-
-
-def _to_fp8(hidden: int, dtype: torch.dtype) -> None:
-    pack_rows(torch.empty(64, hidden, dtype=dtype), quantize_rows)

@@ -12,10 +12,17 @@ from functools import partial
 import torch
 
 from moe_runtime.core import ExpertBatch, RowScales
-from moe_runtime.dispatch.fp8_payload import row_bytes, unpack_rows
 from moe_runtime.experts.base import ExpertWeights
 from moe_runtime.experts.triton_grouped import TritonExperts
-from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, QuantScheme
+from moe_runtime.quantization import (
+    FP8,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    QuantScheme,
+    row_bytes,
+    unpack_rows,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -1,4 +1,4 @@
-"""From bytes of a checkpoint to rows of a parameter: as they are, or into or out of FP8, through one small buffer."""
+"""From bytes of a checkpoint to rows of a parameter: as they are, or into or out of FP8 or int8, through one small buffer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.quantization import FP8_TENSOR, scale_of
+from moe_runtime.quantization import FP8, FP8_TENSOR
 from moe_runtime.weights.safetensors_file import DTYPES, FP8_DTYPES, read_bytes
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class WeightReader:
             self._read_plain(copy, out)
             scale_out.copy_(self._read_scale(copy.scale).view(scale_out.shape))
         if scale_out is not None:
-            _refuse_nan(copy, out)
+            _refuse_nan(copy, out, scale_out)
 
     def _read_plain(self, copy: Copy, out: torch.Tensor) -> None:
         flat, dtype = out.view(-1), _dtype(copy)
@@ -81,12 +81,12 @@ class WeightReader:
             largest = torch.zeros_like(scale_out)
             for _, rows in self._row_chunks(copy, width, 1):
                 torch.maximum(largest, scheme.largest(rows.to(out.device)), out=largest)
-            scale_out.copy_(scale_of(largest))
+            scale_out.copy_(scheme.scale_of(largest))
         for first, rows in self._row_chunks(copy, width, scheme.row_step):
             values, stop = rows.to(out.device), first + rows.shape[0]
             scale = scheme.scale_rows(scale_out, first, stop)
             if not whole:
-                scale.copy_(scale_of(scheme.largest(values)))
+                scale.copy_(scheme.scale_of(scheme.largest(values)))
             out[first:stop] = scheme.encode(values, scale)
 
     def _row_chunks(self, copy: Copy, width: int, step: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -119,8 +119,12 @@ class WeightReader:
         return self._descriptors[path]
 
 
-def _refuse_nan(copy: Copy, payload: torch.Tensor) -> None:
-    """Kernels may move the bits of FP8 without asking whether they are a number."""
+def _refuse_nan(copy: Copy, payload: torch.Tensor, scale: torch.Tensor) -> None:
+    """Kernels may move the bits of FP8 without asking whether they are a number; of int8 only scales may be none."""
+    if payload.dtype != FP8:
+        if not bool(scale.isfinite().all()):
+            raise CheckpointError(f"{copy.tensor.name} in {copy.tensor.path} holds NaN or infinity")
+        return
     for part in torch.split(payload.view(torch.uint8).view(-1), FP8_CHUNK_BYTES):
         if bool((part.bitwise_and(0x7F) == 0x7F).any()):
             raise CheckpointError(f"{copy.tensor.name} in {copy.tensor.path} holds NaN")

@@ -14,8 +14,16 @@ from moe_runtime.config import EngineConfig
 from moe_runtime.engine import engine as engine_module
 from moe_runtime.engine.builder import RankBuilder
 from moe_runtime.errors import ConfigError, LockstepError
-from tests.helpers.engine_ranks import GREEDY, Builder, Output, Script, run_engine, topology
-from tests.helpers.parity import CLEAR_MARGIN, MAX_LOGPROB_ERROR
+from tests.helpers.engine_ranks import (
+    GREEDY,
+    Builder,
+    Output,
+    Script,
+    check_same,
+    config,
+    run_engine,
+    topology,
+)
 from tests.helpers.spawn import run_ranks
 from tests.helpers.tiny_models import make_tiny
 
@@ -23,15 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
-TRITON = {"attention_backend": "triton", "layer_backend": "triton", "moe_backend": "triton"}
-
-
-def config(folder: str, **settings: Any) -> EngineConfig:
-    defaults: dict[str, Any] = {
-        "dtype": "float32", "max_model_len": 64, "block_size": 3, "num_kv_blocks": 40, "skip_tokenizer_init": True,
-        "max_num_batched_tokens": 16, "overlap": "off",
-    }  # fmt: skip
-    return EngineConfig(model=folder, **(defaults | TRITON | settings))
 
 
 def prompts(rank: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -68,22 +67,6 @@ def both_ways(
         rows_sent = builder.dispatcher.traffic.rows_sent
         results.append(Ran(outputs, stats.steps, stats.graph_steps, rows_sent, chosen))
     return results[0], results[1]
-
-
-def check_same(plain: dict[str, Output], replayed: dict[str, Output]) -> None:
-    assert plain.keys() == replayed.keys()
-    for name, one in plain.items():
-        other = replayed[name]
-        assert len(one.token_ids) == len(other.token_ids) == GREEDY.max_tokens
-        for i, (p, q) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
-            mine, theirs = dict(p.top), dict(q.top)
-            shared = mine.keys() & theirs.keys()
-            assert shared, f"{name} token {i}"
-            for token in shared:
-                assert abs(mine[token] - theirs[token]) < MAX_LOGPROB_ERROR, f"{name} token {i}"
-            if one.token_ids[i] != other.token_ids[i]:
-                assert p.top[0][1] - p.top[1][1] <= CLEAR_MARGIN, f"{name} token {i} differs"
-                break
 
 
 SLOW = pytest.mark.slow

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from moe_runtime.core import DispatchPlan, ExpertBatch, ExpertPlacement, Routing
 from moe_runtime.dispatch.base import plan_dispatch
 from moe_runtime.dispatch.collective import CollectiveDispatcher
-from moe_runtime.dispatch.fp8_payload import Fp8Payload, pack_rows, unpack_rows
+from moe_runtime.dispatch.fp8_payload import Fp8Payload
 from moe_runtime.dispatch.local import LocalDispatcher
 from moe_runtime.dispatch.mailbox import segment_bytes
 from moe_runtime.dispatch.one_sided import OneSidedDispatcher
 from moe_runtime.experts.base import wide_tokens
 from moe_runtime.placement.layout import contiguous, layer_placement
-from moe_runtime.quantization import dequantize_rows
+from moe_runtime.quantization import dequantize_rows, pack_rows, unpack_rows
 from moe_runtime.topology import all_gather_text
 
 MAX_D, MAX_K = 65, 4

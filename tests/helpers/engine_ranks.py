@@ -15,8 +15,21 @@ from moe_runtime.engine.builder import RankBuilder
 from moe_runtime.engine.graph_sizes import GraphSizes
 from moe_runtime.engine.messages import RankStats, SequenceUpdate, StepOutput, Stop, Submit, Tick
 from moe_runtime.topology import Topology
+from tests.helpers.parity import CLEAR_MARGIN, MAX_LOGPROB_ERROR
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2, seed=0)
+
+
+TRITON = {"attention_backend": "triton", "layer_backend": "triton", "moe_backend": "triton"}
+
+
+def config(folder: str, **settings: Any) -> EngineConfig:
+    """A small engine whose kernels are Triton's, unless `settings` say otherwise."""
+    defaults: dict[str, Any] = {
+        "dtype": "float32", "max_model_len": 64, "block_size": 3, "num_kv_blocks": 40, "skip_tokenizer_init": True,
+        "max_num_batched_tokens": 16, "overlap": "off",
+    }  # fmt: skip
+    return EngineConfig(model=folder, **(defaults | TRITON | settings))
 
 
 @dataclass
@@ -112,3 +125,22 @@ def run_engine(builder: Builder, script: Script) -> tuple[dict[str, Output], Ran
     }
     assert script.stats is not None
     return outputs, script.stats
+
+
+def check_same(
+    plain: dict[str, Output], replayed: dict[str, Output], bound: float = MAX_LOGPROB_ERROR
+) -> None:
+    """Logprobs within `bound`, and the same tokens, but where the best two are no clearer apart than the bound allows."""
+    assert plain.keys() == replayed.keys()
+    for name, one in plain.items():
+        other = replayed[name]
+        assert len(one.token_ids) == len(other.token_ids) == GREEDY.max_tokens
+        for i, (p, q) in enumerate(zip(one.logprobs, other.logprobs, strict=True)):
+            mine, theirs = dict(p.top), dict(q.top)
+            shared = mine.keys() & theirs.keys()
+            assert shared, f"{name} token {i}"
+            for token in shared:
+                assert abs(mine[token] - theirs[token]) < bound, f"{name} token {i}"
+            if one.token_ids[i] != other.token_ids[i]:
+                assert p.top[0][1] - p.top[1][1] <= max(CLEAR_MARGIN, 2 * bound), f"{name} token {i} differs"
+                break

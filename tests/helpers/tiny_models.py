@@ -147,6 +147,7 @@ class LoopExperts:
     slots: list[dict[int, int]]
     calls: list[tuple[int, int, int]]
     """(moe_layer, tokens, max_num_tokens) of each call."""
+    takes_packed: bool = False
 
     @staticmethod
     def for_local(local_experts: list[list[int]]) -> LoopExperts:

@@ -10,14 +10,22 @@ import pytest
 import torch
 
 from moe_runtime.core import ExpertBatch, RowScales
-from moe_runtime.dispatch.fp8_payload import QuantizeInto, pack_rows, quantize_into, unpack_rows
 from moe_runtime.experts.base import ExpertNeed, ExpertWeights, wide_tokens
 from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.reference import ReferenceExperts
 from moe_runtime.experts.triton_config import Gpu, GroupedGemmConfig
 from moe_runtime.experts.triton_grouped import TritonExperts, compute_experts, gpu_of
 from moe_runtime.layers.activation import ACTIVATIONS, is_gated
-from moe_runtime.quantization import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, QuantScheme, dequantize_rows
+from moe_runtime.quantization import (
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    QuantScheme,
+    dequantize_rows,
+    empty_packed_rows,
+    pack_rows,
+    unpack_rows,
+)
 from moe_runtime.triton_support.fp8_rows import quantize_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -187,9 +195,9 @@ def test_fp8_rounded_in_the_epilogue(seed: int, config: GroupedGemmConfig, gpu: 
     check(run(batch, weights, config, gpu), batch, weights)
 
 
-def in_fp8(batch: ExpertBatch, quantize: QuantizeInto = quantize_into) -> ExpertBatch:
+def in_fp8(batch: ExpertBatch) -> ExpertBatch:
     """As a dispatcher with an FP8 payload delivers the rows: views of packed bytes."""
-    values, scale = unpack_rows(pack_rows(batch.tokens_RD, quantize), batch.tokens_RD.shape[1])
+    values, scale = unpack_rows(pack_rows(batch.tokens_RD), batch.tokens_RD.shape[1])
     return replace(batch, tokens_RD=values, scales=RowScales(scale, batch.tokens_RD.dtype))
 
 
@@ -229,6 +237,13 @@ def test_fp8_tokens_are_widened_for_others(seed: int, scheme: QuantScheme | None
     check(run(packed, weights), wide, weights)
 
 
+def packed_by_kernel(x: torch.Tensor) -> torch.Tensor:
+    """pack_rows, its values and scales, whose rows lie apart, by the kernel."""
+    rows = empty_packed_rows(x)
+    quantize_rows(x, *unpack_rows(rows, x.shape[1]))
+    return rows
+
+
 @pytest.mark.parametrize(("tokens", "hidden"), [(0, 16), (1, 1), (2, 40), (33, 128), (3, 300), (17, 1031)])
 def test_rounding_rows_to_fp8(seed: int, tokens: int, hidden: int) -> None:
     """The kernel packs what the oracle packs, bit for bit: tiny values, zeros, values past the range; NaN stays NaN."""
@@ -236,10 +251,10 @@ def test_rounding_rows_to_fp8(seed: int, tokens: int, hidden: int) -> None:
         size = torch.logspace(-6, 4, tokens, device=DEVICE)[:, None]
         x = (torch.randn(tokens, hidden, device=DEVICE) * size).to(dtype)
         x[1:, : hidden // 2] = 0
-        assert torch.equal(pack_rows(x, quantize_rows), pack_rows(x))
+        assert torch.equal(packed_by_kernel(x), pack_rows(x))
     x = torch.ones(2, 200, device=DEVICE)
     x[0, 3] = torch.nan
-    values, scale = unpack_rows(pack_rows(x, quantize_rows), 200)
+    values, scale = unpack_rows(packed_by_kernel(x), 200)
     assert values[0, 3].float().isnan()
     assert torch.equal(dequantize_rows(values[1:], scale[1:]), x[1:])
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from moe_runtime.errors import ConfigError
+from moe_runtime.layers import triton_ops
 from moe_runtime.layers.activation import ACTIVATIONS
-from moe_runtime.layers.invariant import row_dependence
+from moe_runtime.layers.deterministic_ops import DeterministicOps
+from moe_runtime.layers.invariant import Workers, row_dependence
 from moe_runtime.layers.ops import TORCH_OPS
 from moe_runtime.layers.triton_dense import dense_tiles
 from moe_runtime.layers.triton_ops import TritonOps
+from moe_runtime.quantization import dequantize_rows, pack_rows, unpack_rows
 
 OPS = TritonOps()
 DETERMINISTIC = TritonOps(deterministic=True)
@@ -54,6 +58,76 @@ def test_add_rms_norm(seed: int, tokens: int, hidden: int, dtype: torch.dtype) -
         expected_total, expected = TORCH_OPS.add_rms_norm(x, added, weight, 1e-6)
         assert torch.equal(total, expected_total)
         close(normed, expected)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not written shows: fresh memory is NaN, or 0xAB where it is bytes."""
+    empty = torch.empty
+
+    def poisoned(*size: Any, **options: Any) -> torch.Tensor:
+        made = empty(*size, **options)
+        return made.fill_(0xAB if made.dtype == torch.uint8 else torch.nan)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "hidden"), [(0, 16), (1, 1), (5, 40), (9, 128), (11, 129), (3, 1031), (2, 5000)]
+)
+def test_add_rms_norm_with_fp8_rows(
+    seed: int, tokens: int, hidden: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel gives the bits of two: the norm, and the oracle's rounding of it; also of rows of zeros, tiny and huge values."""
+    x, delta = (torch.randn(tokens, hidden) * torch.logspace(-6, 3, tokens)[:, None] for _ in range(2))
+    x[1:2] = delta[1:2] = 0
+    x, weight = x.to(dtype), torch.randn(hidden).to(dtype)
+    weight[: hidden // 3] *= 2**-12
+    wide = torch.zeros(tokens, hidden + 3, dtype=dtype)[:, :hidden].copy_(delta)
+    for added in (delta.to(dtype), wide):
+        alone = OPS.add_rms_norm(x, added, weight, 1e-6)
+        with monkeypatch.context() as patched:
+            poison(patched)
+            *together, packed = OPS.add_rms_norm_packed(x, added, weight, 1e-6)
+        assert all(map(torch.equal, together, alone))
+        assert torch.equal(packed, pack_rows(alone[1]))
+        values, scale = unpack_rows(packed, hidden)
+        assert not values.float().isnan().any()
+        assert (scale > 0).all()
+
+
+def test_plain_operations_pack_the_norm_too(seed: int) -> None:
+    """The two-step form, which ranks on CPUs use."""
+    x, delta = torch.randn(2, 7, 150)
+    for ops in (TORCH_OPS, DeterministicOps(Workers(1))):
+        *results, packed = ops.add_rms_norm_packed(x, delta, torch.ones(150), 1e-6)
+        assert all(map(torch.equal, results, ops.add_rms_norm(x, delta, torch.ones(150), 1e-6)))
+        back = dequantize_rows(*unpack_rows(packed, 150))
+        torch.testing.assert_close(back, results[1], rtol=2**-4, atol=0.01)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered:RuntimeWarning", "ignore:All-NaN slice:RuntimeWarning"
+)
+@pytest.mark.parametrize("hidden", [64, 200])
+def test_fp8_rows_keep_nan_in_its_row(seed: int, hidden: int) -> None:
+    x = torch.randn(4, hidden)
+    x[1, 3], x[2, 5] = torch.nan, torch.inf
+    _, normed, packed = OPS.add_rms_norm_packed(x, torch.zeros_like(x), torch.ones(hidden), 1e-6)
+    values, scale = unpack_rows(packed, hidden)
+    assert values[1].float().isnan().all()
+    assert torch.equal(values.float().isnan(), normed.isnan())
+    assert normed[2, 5].isnan(), "infinity over infinity"
+    assert not scale.isnan().any()
+    assert torch.equal(packed[[0, 3]], pack_rows(normed[[0, 3]]))
+
+
+def test_gpus_without_fp8_round_in_two_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_ops, "target_arch", lambda device: 80)
+    x, delta = torch.randn(2, 5, 200)
+    total, normed, packed = OPS.add_rms_norm_packed(x, delta, torch.ones(200), 1e-6)
+    assert torch.equal(total, x + delta)
+    assert torch.equal(packed, pack_rows(normed))
 
 
 @far_below_zero
@@ -171,5 +245,6 @@ def test_deterministic_operations_take_rows_one_by_one(seed: int, dtype: torch.d
     for ops in (OPS, DETERMINISTIC):
         same_rows(lambda x, ops=ops: ops.rms_norm(x, norm, 1e-6), x)
         same_rows(lambda x, ops=ops: torch.cat(ops.add_rms_norm(x, delta.expand_as(x), norm, 1e-6), 1), x)
+        same_rows(lambda x, ops=ops: ops.add_rms_norm_packed(x, delta.expand_as(x), norm, 1e-6)[2], x)
         for activation in ACTIVATIONS:
             same_rows(lambda x, ops=ops, a=activation: ops.gated_activation(x, a), x)

@@ -123,7 +123,7 @@ def test_one_setting_given_one_value_twice_is_accepted() -> None:
         (["--tp", "2"], "tensor parallelism"),
         (["-tp", "2"], "tensor parallelism"),
         (["-q", "fp8"], "use --quantization"),
-        (["--quantization", "awq"], "allowed are auto, none, fp8, fp8_channel, fp8_tensor"),
+        (["--quantization", "awq"], "allowed are auto, none, fp8, fp8_channel, fp8_tensor, int8"),
         (["--eplb-config.window_size"], "--eplb-config.window-size: expected one argument"),
         (["--enable-chunked-prefill"], "always on"),
         (["--no-enable-chunked-prefill"], "always on"),

@@ -34,6 +34,7 @@ class ShapesOnly:
             copies_EX=torch.arange(num_experts, device=META).view(-1, 1),
         )
         self.moe_calls = 0
+        self.takes_packed = False
 
     def run(
         self,

@@ -16,7 +16,7 @@ from moe_runtime.experts.base import ExpertKernel, ExpertNeed, ExpertWeights
 from moe_runtime.experts.cpu import CpuExperts, _dequantize
 from moe_runtime.experts.reference import ReferenceExperts
 from moe_runtime.layers.activation import ACTIVATIONS, SWIGLU_OAI, UNGATED, get_activation, is_gated
-from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, QuantScheme
+from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, QuantScheme
 
 KERNELS: list[ExpertKernel] = [ReferenceExperts(), CpuExperts()]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -117,7 +117,8 @@ def test_supports() -> None:
     assert "int8" in str(reference.supports(ExpertNeed("cpu", torch.int8, "silu")))
 
 
-SCHEMES = (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR)
+FP8_SCHEMES = (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR)
+SCHEMES = (*FP8_SCHEMES, INT8_CHANNEL)
 
 
 def full_weights(
@@ -171,7 +172,7 @@ def test_cpu_biases_limits_and_activations(
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_cpu_fp8_weights(
+def test_cpu_quantised_weights(
     seed: int, dtype: torch.dtype, scheme: QuantScheme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Matrices of several tiles, the last one not whole."""
@@ -180,7 +181,7 @@ def test_cpu_fp8_weights(
     check_cpu_against_reference(make_batch([3, 0, 9, 1], 7, 200, dtype), weights)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+@pytest.mark.parametrize("scheme", FP8_SCHEMES, ids=lambda s: s.name)
 def test_cpu_fp8_activations_if_asked(seed: int, scheme: QuantScheme) -> None:
     weights = full_weights(4, 200, 300, "silu", torch.float32, scheme, quantize_activations=True)
     batch = make_batch([3, 0, 9, 1], 7, 200, torch.float32)
@@ -195,11 +196,12 @@ def test_cpu_fp8_activations_if_asked(seed: int, scheme: QuantScheme) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
 def test_cpu_dequantises_bit_for_bit(seed: int, scheme: QuantScheme, shape: tuple[int, int]) -> None:
     payload = torch.randint(0, 256, shape, dtype=torch.uint8)
-    payload[(payload & 0x7F) == 0x7F] = 0x80
+    if scheme.payload == FP8:
+        payload[(payload & 0x7F) == 0x7F] = 0x80
     scale = torch.rand(scheme.scale_shape(*shape)) * 10.0 ** random.randint(-6, 6)
     buffer = torch.empty(shape, dtype=torch.int32)
-    found = _dequantize(payload.view(FP8), scheme, scale, buffer)
-    expected = scheme.dequantize(payload.view(FP8), scale)
+    found = _dequantize(payload.view(scheme.payload), scheme, scale, buffer)
+    expected = scheme.dequantize(payload.view(scheme.payload), scale)
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 

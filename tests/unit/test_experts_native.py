@@ -17,7 +17,7 @@ from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.cpu_native import ACTIVATION_CODES, NativeExperts
 from moe_runtime.experts.reference import ReferenceExperts
 from moe_runtime.native.build import Native, load_native
-from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, QuantScheme
+from moe_runtime.quantization import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, QuantScheme
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1.5e-2
@@ -131,7 +131,7 @@ def test_slots_above_the_limit_go_to_torch(seed: int, kernel: NativeExperts) -> 
     assert torch.equal(mixed[small], own[small])
 
 
-SCHEMES = (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR)
+SCHEMES = (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL)
 
 
 def quantized(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
@@ -157,7 +157,7 @@ def quantized(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
 )
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
 @pytest.mark.other_sets(threads=[2], hidden=[1, 33, 128, 257])
-def test_fp8_weights(
+def test_quantised_weights(
     seed: int, kernel: NativeExperts, threads: int, scheme: QuantScheme, hidden: int, inner: int
 ) -> None:
     counts = [1, 3, 0, 17, 64, 2, 5]
@@ -171,7 +171,7 @@ def test_fp8_weights(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
-def test_an_fp8_row_does_not_depend_on_its_neighbours(
+def test_a_quantised_row_does_not_depend_on_its_neighbours(
     seed: int, kernel: NativeExperts, scheme: QuantScheme
 ) -> None:
     rows = (
@@ -184,24 +184,27 @@ def test_an_fp8_row_does_not_depend_on_its_neighbours(
         assert torch.equal(kernel(alone, weights)[0], together[row])
 
 
-def test_every_fp8_value(kernel: NativeExperts) -> None:
-    """Exactly: the down projection of a one is a value, alone or beside others; subnormals too."""
-    payload = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8).view(FP8)
+@pytest.mark.parametrize("scheme", [FP8_TENSOR, INT8_CHANNEL], ids=lambda s: s.name)
+@pytest.mark.parametrize("rows", [1, 3, 41])
+def test_every_value(kernel: NativeExperts, scheme: QuantScheme, rows: int) -> None:
+    """Exactly: the down projection of a one is a value, alone or beside others; subnormals and -128 too."""
+    codes = [b for b in range(256) if scheme.payload == torch.int8 or b & 0x7F != 0x7F]
+    payload = torch.tensor(codes, dtype=torch.uint8).view(scheme.payload)
     for width in (1, 64):
-        down = torch.zeros(1, len(payload), width).to(FP8)
+        down = torch.zeros(1, len(payload), width).to(scheme.payload)
         down[0, :, -1] = payload
         weights = ExpertWeights(
-            gate_up_pFD=torch.eye(1, len(payload)).repeat(1, 2 * width, 1).to(FP8),
+            gate_up_pFD=torch.eye(1, len(payload)).repeat(1, 2 * width, 1).to(scheme.payload),
             down_pDF=down,
             activation="relu",
-            scheme=FP8_TENSOR,
-            gate_up_scale=torch.ones(1, 2, 1, 1),
-            down_scale=torch.ones(1, 1, 1),
+            scheme=scheme,
+            gate_up_scale=torch.ones(1, 2, *scheme.scale_shape(width, len(payload))),
+            down_scale=torch.ones(1, *scheme.scale_shape(len(payload), width)),
         )
         tokens = torch.zeros(1, len(payload), dtype=torch.bfloat16)
         tokens[0, 0] = 1
-        y = kernel(ExpertBatch(tokens, torch.tensor([0]), torch.tensor([1])), weights)
-        assert torch.equal(y[0].float(), payload.float())
+        y = kernel(ExpertBatch(tokens, torch.zeros(rows, dtype=torch.int64), torch.tensor([rows])), weights)
+        assert all(torch.equal(row.float(), payload.float()) for row in y)
 
 
 def test_fp8_activations_go_to_torch(seed: int, kernel: NativeExperts) -> None:

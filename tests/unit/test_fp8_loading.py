@@ -22,7 +22,7 @@ from moe_runtime.experts.cpu import DEQUANT_TILE
 from moe_runtime.models.decoder import Decoder
 from moe_runtime.models.quantized import with_expert_scheme
 from moe_runtime.models.registry import load_spec
-from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR
+from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL
 from moe_runtime.weights.loader import LoadReport, load_with_report, weight_bytes
 from tests.helpers.fp8_checkpoints import FILE, FORMATS, write_fp8
 from tests.helpers.run_decoder import logprobs_with_cpu_experts
@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-SCHEMES = {"fp8": FP8_BLOCK, "fp8_channel": FP8_CHANNEL, "fp8_tensor": FP8_TENSOR}
+SCHEMES = {"fp8": FP8_BLOCK, "fp8_channel": FP8_CHANNEL, "fp8_tensor": FP8_TENSOR, "int8": INT8_CHANNEL}
 GRID = [(family, name) for family in FAMILIES for name in FORMATS]
 QUICK = [(family, name) for family in FAMILIES for name in ("deepseek", "ct_channel")]
 QUICK += [("mixtral", "autofp8"), ("qwen2_moe", "ct_tensor"), ("qwen3_moe", "ct_block")]
@@ -274,7 +274,7 @@ def test_the_estimate_of_memory_is_exact(tmp_path: Path, seed: int) -> None:
         assert tile == (0 if asked == "none" else DEQUANT_TILE * (4 + 2))
     values = 3 * 140 * 160 * spec.num_experts * spec.num_moe_layers
     assert taken["none"] - taken["fp8_tensor"] == values - 3 * 4 * spec.num_experts * spec.num_moe_layers
-    assert taken["fp8_tensor"] < taken["fp8"] < taken["fp8_channel"] < taken["none"]
+    assert taken["fp8_tensor"] < taken["fp8"] < taken["fp8_channel"] == taken["int8"] < taken["none"]
 
 
 def test_settings_and_stored_schemes(tmp_path: Path, seed: int) -> None:
@@ -286,15 +286,25 @@ def test_settings_and_stored_schemes(tmp_path: Path, seed: int) -> None:
     for asked in ("auto", "fp8", "fp8_channel"):
         assert with_expert_scheme(channel, asked).expert_scheme == FP8_CHANNEL
     assert with_expert_scheme(channel, "none").expert_scheme is None
-    with pytest.raises(ConfigError, match=r"quantization='fp8_tensor': .*stored as fp8_channel; use auto"):
-        with_expert_scheme(channel, "fp8_tensor")
+    for asked in ("fp8_tensor", "int8"):
+        with pytest.raises(ConfigError, match=rf"quantization='{asked}': .*stored as fp8_channel; use auto"):
+            with_expert_scheme(channel, asked)
     # On CPUs activations stay as they are; on GPUs they do if the checkpoint is of weights only.
     assert not with_expert_scheme(channel, "auto").quantize_activations
     assert with_expert_scheme(channel, "auto", "cuda").quantize_activations
-    assert not with_expert_scheme(unquantised, "auto", "cuda").quantize_activations
+    assert not with_expert_scheme(unquantised, "int8", "cuda").quantize_activations
     assert channel.stored is not None
     weights_only = dataclasses.replace(channel, stored=dataclasses.replace(channel.stored, weights_only=True))
     assert not with_expert_scheme(weights_only, "auto", "cuda").quantize_activations
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_int8_has_no_code_for_is_refused(bad: float, tmp_path: Path, seed: int) -> None:
+    make_tiny("mixtral", tmp_path, seed, **sizes("mixtral"))
+    expert = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+    edit(tmp_path, lambda tensors: tensors[expert].fill_(bad))
+    with pytest.raises(CheckpointError, match=rf"{expert} in .* holds NaN or infinity"):
+        load(tmp_path, "int8")
 
 
 def drop(name: str) -> Callable[[Tensors], Any]:

@@ -1,4 +1,4 @@
-"""FP8 schemes: shapes, error bounds, exact round trips, edge values."""
+"""FP8 and int8 schemes: shapes, error bounds, exact round trips, edge values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from moe_runtime.quantization import (
     FP8_BLOCK,
     FP8_CHANNEL,
     FP8_TENSOR,
+    INT8_CHANNEL,
     QuantScheme,
     dequantize_rows,
     fp8_to_float,
     quantize_rows,
 )
 
-SCHEMES = (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR)
+FP8_SCHEMES = (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR)
+SCHEMES = (*FP8_SCHEMES, INT8_CHANNEL)
 
 
 @pytest.mark.parametrize("shape", [(3, 300, 200), (128, 256), (1, 1), (2, 5, 129)])
@@ -27,13 +29,15 @@ def test_weights_come_back_within_half_a_step(scheme: QuantScheme, shape: tuple[
     weight = torch.randn(shape) * torch.logspace(-3, 3, shape[-1])
     payload, scale = scheme.quantize_weight(weight)
     assert payload.shape == weight.shape
-    assert payload.dtype == FP8
+    assert payload.dtype == scheme.payload
     assert scale.shape == (*shape[:-2], *scheme.scale_shape(*shape[-2:]))
+    error = (scheme.dequantize(payload, scale) - weight).abs()
+    if scheme.payload == torch.int8:
+        assert (error <= scale / 2 * 1.001).all()
+        return
     # e4m3 has 3 bits of mantissa: half a step is 1/16 of the value, or of the smallest normal number.
     step = scheme.dequantize(torch.full(shape, 2.0**-6).to(FP8), scale)
-    assert (
-        (scheme.dequantize(payload, scale) - weight).abs() <= torch.maximum(weight.abs(), step) / 16 * 1.001
-    ).all()
+    assert (error <= torch.maximum(weight.abs(), step) / 16 * 1.001).all()
 
 
 def test_a_block_has_the_scale_of_its_own_largest_value() -> None:
@@ -42,6 +46,22 @@ def test_a_block_has_the_scale_of_its_own_largest_value() -> None:
     payload, scale = FP8_BLOCK.quantize_weight(weight)
     assert scale.tolist() == [[1.0, 1.0], [1.0, 1.0], [1.0, 2.0]]
     assert torch.equal(FP8_BLOCK.dequantize(payload, scale), weight)
+
+
+def test_int8_codes() -> None:
+    """By hand: the largest of a row is 127, ties go to even codes, zeros have scale 1."""
+    weight = torch.tensor([[254.0, -254.0, 1.0, 3.0, -2.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    payload, scale = INT8_CHANNEL.quantize_weight(weight)
+    assert payload.tolist() == [[127, -127, 0, 2, -1], [0] * 5]
+    assert scale.tolist() == [[2.0], [1.0]]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_what_is_no_number_stays_visible(scheme: QuantScheme, bad: float) -> None:
+    weight = torch.ones(3, 5)
+    weight[1, 2] = bad
+    assert scheme.dequantize(*scheme.quantize_weight(weight)).isnan().any()
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7])
@@ -73,7 +93,7 @@ def test_rows_of_a_matrix_are_a_matrix(scheme: QuantScheme, seed: int) -> None:
         assert torch.equal(part, whole[first:stop])
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+@pytest.mark.parametrize("scheme", FP8_SCHEMES, ids=lambda s: s.name)
 def test_rounding_activations_keeps_what_fp8_can_hold(scheme: QuantScheme, seed: int) -> None:
     x = torch.randn(5, 200).bfloat16()
     rounded = scheme.round_rows(x)
