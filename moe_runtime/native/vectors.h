@@ -1,6 +1,6 @@
 // bfloat16 vectors and float32 sums, as wide as the instruction set that this is compiled for has them.
 //
-// Packed: STEP consecutive bfloat16 values. Sum: float32 partial sums of a dot product. load(from) reads STEP values, of bfloat16
+// Packed: STEP consecutive bfloat16 values. Sum: float32 partial sums of a dot product. load(from) reads STEP values, of bfloat16,
 // FP8 or int8; load_first(from, count) the first count < STEP, then zeros.
 #pragma once
 
@@ -49,7 +49,7 @@ static inline bf16 to_bf16(int8 value) {
 
 #ifdef __AVX512F__
 
-// The same for 32 values: float32, of which the upper halves are kept.
+// The same for 32 int8: float32, of which the upper halves are kept.
 static inline __m512i widen_int8(const int8 *from) {
     static const uint16_t UPPER[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                        33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
@@ -58,6 +58,7 @@ static inline __m512i widen_int8(const int8 *from) {
     return _mm512_permutex2var_epi16(_mm512_castps_si512(low), _mm512_loadu_si512(UPPER), _mm512_castps_si512(high));
 }
 
+// The same for 32 FP8.
 static inline __m512i widen_fp8(__m256i values) {
     static const uint16_t SMALL[32] = {0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60};
     __m512i wide = _mm512_cvtepi8_epi16(values);

@@ -103,14 +103,14 @@ def run(args: argparse.Namespace) -> str:
     before = current or contiguous(len(model.moe_layers), num_experts, ep)
     lines = [f"{'fullest rank / mean rank':28}{'mean layer':>12}{'worst layer':>13}"]
     for label, placement in (("before" if current else "in order", before), ("planned", result.placement)):
-        ratio_L = fullest_rank(placement, load_LE)
+        ratio_L = fullest_ratio(placement, load_LE)
         lines.append(f"  {label:26}{ratio_L.mean():12.3f}{ratio_L.max():13.3f}")
     lines += [f"note: {note}" for note in result.notes]
     width = len(result.placement.slots[0][0])
     return "\n".join([*lines, f"{args.output}: written as {name}; {width} slots on each of {ep} ranks"])
 
 
-def fullest_rank(placement: ExpertPlacement, load_LE: Array) -> Array:
+def fullest_ratio(placement: ExpertPlacement, load_LE: Array) -> Array:
     """float64 (L,): load of the fullest rank over that of the mean rank, replicas of an expert sharing equally."""
     ratio = []
     for ranks, load_E in zip(placement.slots, load_LE, strict=True):

@@ -20,6 +20,7 @@ from moe_runtime.quantization import (
     FP8_BLOCK,
     FP8_CHANNEL,
     FP8_TENSOR,
+    INT8_CHANNEL,
     QuantScheme,
     dequantize_rows,
     empty_packed_rows,
@@ -316,6 +317,9 @@ def test_a_nan_is_not_hidden(seed: int) -> None:
 def test_supports() -> None:
     kernel = TritonExperts(DEVICE)
     assert kernel.supports(ExpertNeed(DEVICE.type, torch.bfloat16, "silu", FP8_BLOCK)) is None
+    assert "int8_channel weights are computed on CPUs only" in str(
+        kernel.supports(ExpertNeed(DEVICE.type, torch.bfloat16, "silu", INT8_CHANNEL))
+    )
     assert "float64" in str(kernel.supports(ExpertNeed(DEVICE.type, torch.float64, "silu")))
     assert "swish9" in str(kernel.supports(ExpertNeed(DEVICE.type, torch.float32, "swish9")))
     assert "mps" in str(kernel.supports(ExpertNeed("mps", torch.float32, "silu")))

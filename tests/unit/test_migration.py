@@ -12,7 +12,8 @@ from moe_runtime.experts.base import ExpertWeights
 from moe_runtime.experts.migration import PIECE_BYTES, ReadSlot, SlotStore
 from moe_runtime.quantization import FP8
 
-KINDS = ("float32", "bfloat16", "float16", "fp8")
+QUANTISED = {"fp8": FP8, "int8": torch.int8}
+KINDS = ("float32", "bfloat16", "float16", *QUANTISED)
 
 
 def make_weights(kind: str, num_slots: int, hidden: int, inner: int, seed: int) -> ExpertWeights:
@@ -23,16 +24,16 @@ def make_weights(kind: str, num_slots: int, hidden: int, inner: int, seed: int) 
         size = torch.empty(shape, dtype=dtype).nbytes
         return torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8).view(dtype).view(shape)
 
-    dtype = FP8 if kind == "fp8" else getattr(torch, kind)
-    other = torch.bfloat16 if kind == "fp8" else dtype
+    dtype = QUANTISED[kind] if kind in QUANTISED else getattr(torch, kind)
+    other = torch.bfloat16 if kind in QUANTISED else dtype
     return ExpertWeights(
         gate_up_pFD=fill(num_slots, 2 * inner, hidden, dtype=dtype),
         down_pDF=fill(num_slots, hidden, inner, dtype=dtype),
         activation="silu",
         gate_up_bias_pF=fill(num_slots, 2 * inner, dtype=other),
         down_bias_pD=fill(num_slots, hidden, dtype=other),
-        gate_up_scale=fill(num_slots, 2, 3, 1, dtype=torch.float32) if kind == "fp8" else None,
-        down_scale=fill(num_slots, 1, 3, dtype=torch.float32) if kind == "fp8" else None,
+        gate_up_scale=fill(num_slots, 2, 3, 1, dtype=torch.float32) if kind in QUANTISED else None,
+        down_scale=fill(num_slots, 1, 3, dtype=torch.float32) if kind in QUANTISED else None,
     )
 
 

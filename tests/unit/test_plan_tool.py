@@ -15,7 +15,7 @@ import pytest
 from moe_runtime.placement.formats import read_file, read_placement, write_placement
 from moe_runtime.placement.record import load_record
 from moe_runtime.placement.stored import Model, StoredPlacement
-from moe_runtime.tools.plan_plan import fullest_rank
+from moe_runtime.tools.plan_plan import fullest_ratio
 from moe_runtime.weights.identity import checkpoint_identity
 from tests.helpers.placements import random_placement
 from tests.helpers.records import write_random_record
@@ -135,7 +135,7 @@ def test_plan_from_a_record(algorithm: str, tool: Any, tmp_path: Path, seed: int
     placement = read_placement(out, model)
     load_LE = load_record(tmp_path / "record").loads.sum(axis=0)
     printed = [float(line.split()[-2]) for line in text.splitlines()[1:3]]
-    assert printed[1] == pytest.approx(fullest_rank(placement, load_LE).mean(), abs=5e-4)
+    assert printed[1] == pytest.approx(fullest_ratio(placement, load_LE).mean(), abs=5e-4)
     assert printed[1] <= printed[0]
     stored = read_file(out)
     assert isinstance(stored, StoredPlacement)
