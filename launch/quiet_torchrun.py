@@ -10,17 +10,30 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 # Ctrl-C while torch is imported just ends it; then torchrun handles it, once there are ranks to end.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, error_handler
+
+
+def start_without_ctrl_c(ranks: PContext, start: Callable[[PContext], None] = PContext.start) -> None:
+    """PContext.start, with Ctrl-C held back here and, until they let it in, in the ranks: Python can lose one that comes
+    while it starts, and torchrun would wait half a minute for that rank.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        start(ranks)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def main() -> int:
     """torchrun's own main, which reads sys.argv."""
+    PContext.start = start_without_ctrl_c  # type: ignore[assignment, method-assign]
     # It would complain that nobody above wants the ranks' report of an error.
     logging.getLogger(error_handler.__name__).setLevel(logging.CRITICAL)
     try:

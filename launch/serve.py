@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import signal
 
-# Ctrl-C while modules are imported just ends this process; Python's own way would show a traceback.
+# Ctrl-C while modules are imported just ends this process; Python's own way would show a traceback. One that came before
+# this line has waited, if quiet_torchrun.py started this process.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 import contextlib
 import json
