@@ -78,12 +78,17 @@ class QuantScheme:
         return codes.round_().clamp_(-INT8_MAX, INT8_MAX).nan_to_num_().to(torch.int8)
 
     def scale_of(self, largest: torch.Tensor) -> torch.Tensor:
-        """The scale that brings the largest magnitude to the largest code; 1 where all values are zero.
+        """The scale that brings the largest magnitude within the codes; 1 where all values are zero.
 
-        NaN and infinity, which int8 has no codes for, show in its scales.
+        FP8: the next power of two, under which any dtype with FP8's range holds the products payload * scale as they are; FP8 is as fine in
+        the upper half of its range as in all of it. int8 is not, so its largest code is used. NaN and infinity, which int8 has no
+        codes for, show in its scales.
         """
         if self.payload == FP8:
-            return scale_of(largest)
+            ratio = largest / FP8_MAX
+            # Round the mantissa up into the exponent; infinity stays.
+            power = ((ratio.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+            return torch.where(ratio > 0, power, 1.0)
         return torch.where(largest == 0, 1.0, largest / INT8_MAX)
 
     def dequantize(self, payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

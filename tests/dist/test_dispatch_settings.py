@@ -64,10 +64,11 @@ def numbers(outputs: list[RequestOutput]) -> Answer:
 @pytest.mark.parametrize(
     ("settings", "same_bits"),
     [
-        # FP8 changes what travels, alone as well as between ranks: the same bits for every dispatcher and number of ranks.
-        ({"dispatch_dtype": "fp8"}, True),
+        # FP8 changes what travels, alone as well as between ranks: the same bits for every dispatcher and number of ranks, if the
+        # products have the same bits wherever an expert lies in memory.
+        ({"dispatch_dtype": "fp8", "deterministic": True}, True),
         # Two partial sums of float32 rounded otherwise than one sum.
-        ({"combine": "per_rank"}, False),
+        pytest.param({"combine": "per_rank"}, False, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -78,7 +79,7 @@ def test_settings_reach_the_ranks(
     alone = generate(tmp_path, seed, ep=1, **settings)
     fp8 = settings.get("dispatch_dtype") == "fp8"
     if fp8:
-        assert numbers(alone) != numbers(generate(tmp_path, seed, ep=1)), "nothing was rounded"
+        assert numbers(alone) != numbers(generate(tmp_path, seed, ep=1, deterministic=True)), "nothing was rounded"
     else:
         for output in alone:
             check_greedy(lambda ids, first: reference_logprobs(model, ids)[first:], output, NUM_TOKENS)

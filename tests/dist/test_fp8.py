@@ -88,7 +88,7 @@ def test_matches_transformers(family: str, name: str, ep: int, tmp_path: Path, s
 
 def test_an_unquantised_checkpoint_is_quantised_on_loading(tmp_path: Path, seed: int) -> None:
     """The values are as this test's own arithmetic quantises the experts, and only them."""
-    folder, plain = write("qwen3_moe", "deepseek", tmp_path, seed)
+    folder, plain = write("qwen3_moe", "powers", tmp_path, seed)
     source = tmp_path / "source"
     tensors = load_file(source / FILE)
     quantised = load_file(plain / FILE)
@@ -220,6 +220,5 @@ def test_perplexity_of_the_demo_model() -> None:
         perplexity[asked] = float(chosen.mean().neg().exp())
     print(f"perplexity of {len(ids)} tokens: {perplexity}")
     assert perplexity["none"] < 60, "the model does not understand the text"
-    for asked in ("fp8", "fp8_channel", "int8"):
-        assert abs(perplexity[asked] / perplexity["none"] - 1) < 0.01
-    assert abs(perplexity["fp8_tensor"] / perplexity["none"] - 1) < 0.03
+    for asked in perplexity:
+        assert abs(perplexity[asked] / perplexity["none"] - 1) < 0.01, asked

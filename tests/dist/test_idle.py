@@ -42,7 +42,8 @@ def check_idle(server: RealServer, seconds: float) -> None:
     assert share < MAX_SHARE_OF_A_CORE, f"{share:.2%} of a core:\n{table}"
 
 
-@pytest.mark.parametrize("ep", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ep", [2, 8])
 def test_idle_server_takes_no_cpu(ep: int, tmp_path: Path, seed: int) -> None:
     make_tiny("qwen3_moe", tmp_path / "model", seed, vocab_size=VOCAB_SIZE)
     save_tokenizer(tmp_path / "model")

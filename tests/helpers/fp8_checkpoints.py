@@ -6,9 +6,10 @@ Quantised and dequantised here block by block in plain loops, so that the packag
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,8 @@ class Format:
     """Of a scale per tensor."""
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     """Further tensors beside every quantised weight."""
+    powers_of_two: bool = False
+    """Scales are the next powers of two, as those made while loading."""
 
 
 TOKEN = {"strategy": "token", "dynamic": True, "group_size": None, "block_structure": None}
@@ -92,6 +95,8 @@ FORMATS = {
     "ct_block": Format("block", "_scale", compressed("block", None, ROUTERS)),
 }
 
+FORMATS["powers"] = replace(FORMATS["deepseek"], powers_of_two=True)
+
 
 def blocks(shape: torch.Size, kind: str) -> Iterator[tuple[tuple[int, int], tuple[slice, slice]]]:
     """Index of each scale and the part of the matrix it is for."""
@@ -109,7 +114,10 @@ def quantise(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Te
     payload, values = torch.zeros(weight.shape, dtype=FP8), torch.zeros(weight.shape)
     for index, part in places:
         largest = float(weight[part].abs().max())
-        scale[index] = torch.tensor(largest / 448 or 1.0).to(form.scale_dtype).float()
+        step = largest / 448 or 1.0
+        if form.powers_of_two:
+            step = 2.0 ** math.ceil(math.log2(step))
+        scale[index] = torch.tensor(step).to(form.scale_dtype).float()
         payload[part] = (weight[part] / scale[index]).clamp(-448, 448).to(FP8)
         values[part] = payload[part].float() * scale[index]
     return payload, scale.to(form.scale_dtype), values

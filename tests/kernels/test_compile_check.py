@@ -33,15 +33,6 @@ def run_gate(
     )
 
 
-@pytest.mark.timeout(300)
-def test_the_kernels_of_a_model_compile_within_their_budgets() -> None:
-    """Router, experts, attention; decode and prefill; all targets."""
-    done = run_gate("-k", "Qwen3-30B-A3B bf16")
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_kernel_compiles_within_its_budget() -> None:
     done = run_gate(timeout=800)
@@ -73,9 +64,9 @@ def test_nvshmem_kernels_compile() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_kernel_compiles_with_the_older_triton() -> None:
-    """3.6.0 comes with torch 2.11, which GPU machines have. One model on two targets, to save time; the rest is run by hand."""
+    """3.6.0 comes with torch 2.11, which GPU machines have."""
     folder = installed_packages("triton==3.6.0")
-    done = run_gate("--targets", "sm_80,sm_90", "-k", "Qwen3-30B-A3B", path=(str(folder),), timeout=800)
+    done = run_gate("--without-nvshmem", path=(str(folder),), timeout=800)
     print(done.stdout)
     assert "triton 3.6.0:" in done.stdout
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr

@@ -48,6 +48,24 @@ def test_a_block_has_the_scale_of_its_own_largest_value() -> None:
     assert torch.equal(FP8_BLOCK.dequantize(payload, scale), weight)
 
 
+@pytest.mark.parametrize("scheme", FP8_SCHEMES, ids=lambda s: s.name)
+def test_fp8_scales_are_powers_of_two(scheme: QuantScheme, seed: int) -> None:
+    """The least that keep the largest in range, so that bfloat16 holds what comes back."""
+    weight = torch.randn(300, 200).bfloat16()
+    weight[:128] = 0.0
+    weight[200] *= 1e-6
+    payload, scale = scheme.quantize_weight(weight)
+    assert (scale.frexp().mantissa == 0.5).all()
+    largest = scheme.largest(weight)
+    assert ((largest / scale > 224) & (largest / scale <= 448) | (largest == 0) & (scale == 1)).all()
+    values = scheme.dequantize(payload, scale)
+    assert torch.equal(values.bfloat16().float(), values)
+    # At the border itself, and where the scale would be too small for a float.
+    border = torch.tensor([448.0, 448.00003, 896.0, 1e-44, 3.4e38])
+    exact = [1.0, 2.0, 2.0, 1.0, 2.0**120]
+    assert FP8_CHANNEL.scale_of(border[:, None]).flatten().tolist() == exact
+
+
 def test_int8_codes() -> None:
     """By hand: the largest of a row is 127, ties go to even codes, zeros have scale 1."""
     weight = torch.tensor([[254.0, -254.0, 1.0, 3.0, -2.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
