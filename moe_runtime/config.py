@@ -167,6 +167,7 @@ class EplbConfig(_Checked):
     hysteresis: float = _field(2.0, "eplb", "How many times its cost a move must be expected to save until the next look", low=0.0)
     max_moved: float = _field(0.05, "eplb", "Share of all experts' slots that a plan may change; 1: plan as if nothing was anywhere", low=0.0, high=1.0)
     algorithm: str = _field("ours", "eplb", "How placements are planned: ours, or deepseek (EPLB's global form, which regards neither max_moved nor where experts are)", choices=("ours", "deepseek"))
+    hardware: str = _field("auto", "eplb", "What the gain of a move is modelled for: h200, b200, cpu, a .yaml file, or auto (by the device)")
     max_bytes_per_step: int = _field(4 << 20, "eplb", "Bytes of weights that a rank fetches during one step at most", low=1 << 12)
     deadline_seconds: float = _field(600.0, "eplb", "Time after which a move is given up", low=0.1)
     num_staging_slots: int = _field(1, "eplb", "Slots per rank and MoE layer that stay empty, to move experts into", low=1, high=64)
