@@ -163,7 +163,7 @@ class EplbConfig(_Checked):
     log_balancedness: bool = _field(False, "eplb", "Log the balancedness")
     log_balancedness_interval: int = _field(1000, "eplb", "Steps between these lines", low=1)
     min_utilization: float = _field(1.0, "eplb", "Balancedness from which on nothing is planned", low=0.0, high=1.0)
-    min_gain: float = _field(0.05, "eplb", "Share of the experts' time that a move must be expected to save", low=0.0, high=1.0)
+    min_gain: float = _field(0.05, "eplb", "Share of the MoE layers' modelled time that a move must be expected to save", low=0.0, high=1.0)
     hysteresis: float = _field(2.0, "eplb", "How many times its cost a move must be expected to save until the next look", low=0.0)
     max_moved: float = _field(0.05, "eplb", "Share of all experts' slots that a plan may change; 1: plan as if nothing was anywhere", low=0.0, high=1.0)
     algorithm: str = _field("ours", "eplb", "How placements are planned: ours, or deepseek (EPLB's global form, which regards neither max_moved nor where experts are)", choices=("ours", "deepseek"))
