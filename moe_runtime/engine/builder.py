@@ -34,8 +34,8 @@ from moe_runtime.models.quantized import with_expert_scheme
 from moe_runtime.models.registry import load_adapter, load_spec
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.moe import ExpertParallelMoe
-from moe_runtime.placement.balancer import make_plan
-from moe_runtime.placement.cost import Cluster
+from moe_runtime.placement.balancer import StepModel, make_plan
+from moe_runtime.placement.cost import Cluster, Cost, Hardware, ModelCost
 from moe_runtime.placement.layout import layer_placement
 from moe_runtime.placement.live_loads import LiveLoads
 from moe_runtime.placement.recorder import LoadRecorder
@@ -43,6 +43,7 @@ from moe_runtime.placement.transition import with_empty_slots
 from moe_runtime.profiling.timeline import Timeline
 from moe_runtime.profiling.trace import StepTrace, trace_file
 from moe_runtime.topology import free_memory_bytes
+from moe_runtime.triton_support.availability import device_name
 from moe_runtime.weights.loader import load_weights, weight_bytes
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class RankBuilder:
         self, config: EngineConfig, topology: Topology, report: Callable[[str, float], None]
     ) -> None:
         self.config, self.topology, self.report = config, topology, report
-        self._spec_json = self._placement_json = ""
+        self._spec_json = self._placement_json = self._hardware_json = ""
         # What needs no time comes before the weights, so that its mistakes are told at once.
         self.stages = (
             self.read_config,
@@ -103,8 +104,10 @@ class RankBuilder:
         if self.topology.rank == 0:
             spec, _ = load_spec(Path(self.config.model))
             self._spec_json = spec.to_json()
-            redundant = eplb_config(self.config).num_redundant_experts
-            config = replace(self.config, num_redundant_experts=redundant)
+            eplb = eplb_config(self.config)
+            hardware = Hardware.for_device(eplb.hardware, device_name(self.topology.device))
+            self._hardware_json = msgspec.json.encode(hardware).decode()
+            config = replace(self.config, num_redundant_experts=eplb.num_redundant_experts)
             placement = initial_placement(config, spec, self.topology.world_size)
             self._placement_json = msgspec.json.encode(placement).decode()
 
@@ -125,6 +128,8 @@ class RankBuilder:
         text = self.topology.broadcast_text(self._placement_json)
         self.placement = msgspec.json.decode(text, type=ExpertPlacement)
         if config.enable_eplb:
+            text = self.topology.broadcast_text(self._hardware_json)
+            self.hardware = msgspec.json.decode(text, type=Hardware)
             self.placement = with_empty_slots(self.placement, self.eplb.num_staging_slots)
 
     def load(self) -> None:
@@ -224,6 +229,9 @@ class RankBuilder:
             self.recorder,
             self.recorder.live,
             self._planner(),
+            StepModel(
+                Cost(ModelCost.of(self.records.what), self.hardware, self._cluster), self.replica_split
+            ),
             self.eplb,
             self.config.eplb_dry_run,
         )
@@ -232,12 +240,17 @@ class RankBuilder:
 
     def _planner(self) -> Plan:
         """For as many replicas as there are at the start; the slots to move experts into stay empty."""
-        layer, topology = self.placement.slots[0], self.topology
-        nodes, rest = divmod(topology.world_size, topology.local_world_size)
-        cluster = Cluster.single(topology.world_size) if rest else Cluster(nodes, topology.local_world_size)
+        layer = self.placement.slots[0]
         num_slots = sum(expert >= 0 for rank in layer for expert in rank)
         room = len(layer[0]) - self.eplb.num_staging_slots
-        return make_plan(cluster, num_slots, room, self.eplb.max_moved, self.eplb.algorithm)
+        return make_plan(self._cluster, num_slots, room, self.eplb.max_moved, self.eplb.algorithm)
+
+    @property
+    def _cluster(self) -> Cluster:
+        """One node if hosts have unequal numbers of ranks."""
+        topology = self.topology
+        nodes, rest = divmod(topology.world_size, topology.local_world_size)
+        return Cluster.single(topology.world_size) if rest else Cluster(nodes, topology.local_world_size)
 
     def assemble(self) -> None:
         """What runs the model, and decode steps as CUDA graphs."""

@@ -105,7 +105,7 @@ class Engine:
         self.stats.chunked_steps += way is Way.CHUNKS
         logits, self.times = self.runner.execute(plan, agreed, way)
         if self.rebalancer is not None:
-            self.rebalancer.step_done(self.times)
+            self.rebalancer.step_done(self.times, agreed.prefill)
         self.stats.wait_us += self.times.wait_us
         self.stats.forward_us += self.times.forward_us
         if (news := self.records.news()) is not None:

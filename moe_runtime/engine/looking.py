@@ -15,17 +15,19 @@ from moe_runtime.core import ExpertPlacement
 from moe_runtime.errors import ConfigError, MoeRuntimeError
 from moe_runtime.peer_link import PeerClient
 from moe_runtime.placement.balancer import (
-    Array,
     Costs,
     Decision,
     Plan,
     Policy,
+    StepModel,
     balancedness,
     decide,
     expected_gain,
+    judged_windows,
     rank_rows,
 )
-from moe_runtime.placement.live_loads import join_windows
+from moe_runtime.placement.live_loads import LiveTraffic, LiveWindow, join_windows
+from moe_runtime.placement.record import PHASES
 from moe_runtime.placement.transition import check_reachable, next_round, num_copies
 
 logger = logging.getLogger(__name__)
@@ -42,30 +44,37 @@ class ReadLoads(msgspec.Struct, tag="read_loads"):
 class Windows(msgspec.Struct):
     """LiveLoads.snapshot() on the wire."""
 
-    shape: tuple[int, int]
-    """L, E."""
+    shape: tuple[int, int, int]
+    """L, P, E."""
     numbers: list[int]
+    steps: list[tuple[int, int]]
+    """By kind."""
     counts: list[bytes]
     """int64, little-endian."""
 
     @classmethod
-    def of(cls, windows: dict[int, Array], shape: tuple[int, int]) -> Windows:
-        return cls(shape, list(windows), [counts.astype("<i8").tobytes() for counts in windows.values()])
+    def of(cls, windows: dict[int, LiveWindow], num_layers: int, num_experts: int) -> Windows:
+        return cls(
+            (num_layers, len(PHASES), num_experts),
+            list(windows),
+            [window.steps_P for window in windows.values()],
+            [window.counts_LPE.astype("<i8").tobytes() for window in windows.values()],
+        )
 
-    def arrays(self) -> dict[int, Array]:
+    def windows(self) -> dict[int, LiveWindow]:
         """Raises ValueError if sizes do not fit."""
         return {
-            number: np.frombuffer(data, dtype="<i8").reshape(self.shape)
-            for number, data in zip(self.numbers, self.counts, strict=True)
+            number: LiveWindow(np.frombuffer(data, dtype="<i8").reshape(self.shape), steps_P)
+            for number, steps_P, data in zip(self.numbers, self.steps, self.counts, strict=True)
         }
 
 
-def gather_loads(client: PeerClient, num_ranks: int) -> Array:
-    """int64 (W, L, E): what the tokens of all ranks asked for. Raises PeerError."""
+def gather_loads(client: PeerClient, num_ranks: int) -> LiveTraffic:
+    """What the tokens of all ranks asked for. Raises PeerError."""
     deadline = time.monotonic() + GATHER_TIMEOUT_S
     question = msgspec.msgpack.encode(ReadLoads())
     answers = [client.ask(rank, question, deadline) for rank in range(num_ranks)]
-    return join_windows([msgspec.msgpack.decode(a, type=Windows).arrays() for a in answers])
+    return join_windows([msgspec.msgpack.decode(a, type=Windows).windows() for a in answers])
 
 
 @dataclass
@@ -89,10 +98,15 @@ class Looker:
     """Starts looks, one at a time."""
 
     def __init__(
-        self, make_client: Callable[[], PeerClient], num_ranks: int, plan: Plan, policy: Policy
+        self,
+        make_client: Callable[[], PeerClient],
+        num_ranks: int,
+        plan: Plan,
+        policy: Policy,
+        model: StepModel,
     ) -> None:
         self._make_client, self._num_ranks = make_client, num_ranks
-        self._plan, self._policy = plan, policy
+        self._plan, self._policy, self._model = plan, policy, model
         self._look: Look | None = None
         self._thread: threading.Thread | None = None
         self._deadline = 0.0
@@ -126,16 +140,22 @@ class Looker:
     def _run(self, look: Look) -> None:
         client = self._make_client()
         try:
-            loads_WLE = gather_loads(client, self._num_ranks)
+            traffic = gather_loads(client, self._num_ranks)
             if look.only_log:
-                if len(loads_WLE):
-                    balance = balancedness(rank_rows(loads_WLE[-1:], look.current))
+                if len(loads_WLE := traffic.newest(1).loads):
+                    balance = balancedness(rank_rows(loads_WLE, look.current))
                     logger.info("expert load: balancedness %.3f", balance)
             elif look.wanted is not None:
-                look.decision = self._judge(look, look.wanted, loads_WLE)
+                look.decision = self._judge(look, look.wanted, traffic)
             else:
                 look.decision = decide(
-                    loads_WLE, look.current, self._plan, self._policy, look.costs, force=look.force
+                    traffic,
+                    look.current,
+                    self._plan,
+                    self._policy,
+                    look.costs,
+                    self._model,
+                    force=look.force,
                 )
             look.done = True
         except MoeRuntimeError as error:
@@ -146,16 +166,17 @@ class Looker:
         finally:
             client.close()
 
-    @staticmethod
-    def _judge(look: Look, wanted: ExpertPlacement, loads_WLE: Array) -> Decision:
+    def _judge(self, look: Look, wanted: ExpertPlacement, traffic: LiveTraffic) -> Decision:
         """What an operator asks for is done, whatever it gains. Raises ConfigError if it cannot be."""
         check_reachable(look.current, wanted)
         copies = num_copies(look.current, wanted)
         if not next_round(look.current, wanted):
             raise ConfigError("this placement is in force already")
-        if not len(loads_WLE):
+        num_windows = len(traffic.steps_WP)
+        if not num_windows:
             return Decision(wanted, f"asked for: moves {copies} experts", num_copies=copies)
-        balance = balancedness(rank_rows(loads_WLE, look.current))
-        gain = expected_gain(loads_WLE, look.current, wanted)
-        text = f"asked for: moves {copies} experts, saves {gain:.1%} of the experts' time in the live windows"
+        newest = traffic.newest(judged_windows(num_windows))
+        balance = balancedness(rank_rows(newest.loads, look.current))
+        gain = expected_gain(*self._model.step_us(newest, [look.current, wanted]))
+        text = f"asked for: moves {copies} experts, saves {gain:.1%} of the MoE layers' time in the newest windows"
         return Decision(wanted, text, balance, gain, copies)

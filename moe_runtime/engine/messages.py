@@ -172,7 +172,7 @@ class EplbStats(msgspec.Struct):
     """What came of it: `applied`, `skipped`, `failed` or `rolled_back`."""
     answer_reason: str = ""
     gain: float | None = None
-    """Expected share of the experts' time saved by the last plan."""
+    """Expected share of the MoE layers' time saved by the last plan."""
     balancedness: float | None = None
     """Of the current placement when it was looked at last."""
     stalls_s: Distribution = msgspec.field(default_factory=lambda: Distribution.empty(STALL_BOUNDS))

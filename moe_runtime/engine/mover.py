@@ -230,7 +230,7 @@ class Mover:
 
 
 def placement_of(slots: Slots, like: ExpertPlacement) -> ExpertPlacement:
-    """Slots that came over the wire, with as many slots per rank as `like` has, or more."""
-    width = len(like.slots[0][0])
+    """Slots that came over the wire: on every rank as many as `like` has, or as the longest rank if that has more."""
+    width = max([len(like.slots[0][0]), *(len(rank) for layer in slots for rank in layer)])
     rows = tuple(tuple(tuple(rank) + (-1,) * (width - len(rank)) for rank in layer) for layer in slots)
     return ExpertPlacement(rows, like.num_experts)

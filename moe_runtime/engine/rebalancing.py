@@ -27,7 +27,7 @@ from moe_runtime.engine.mover import MoveFailure, Mover, Pace, ReadPlan, Slots, 
 from moe_runtime.engine.replanning import Proposal, Replanner
 from moe_runtime.experts.migration import DigestSlot, ReadSlot, SlotStore
 from moe_runtime.peer_link import PeerError, PeerLink
-from moe_runtime.placement.balancer import Plan, Policy
+from moe_runtime.placement.balancer import Plan, Policy, StepModel
 from moe_runtime.placement.layout import layer_placement
 from moe_runtime.placement.transition import apply_changes
 
@@ -89,10 +89,11 @@ class Rebalancer:
         recorder: LoadRecorder,
         loads: LiveLoads,
         plan: Plan,
+        model: StepModel,
         settings: EplbConfig,
         dry_run: bool,
     ) -> None:
-        """Collective. `recorder` is told which placement is in force; `plan` is called on rank 0 only."""
+        """Collective. `recorder` is told which placement is in force; `plan` and `model` are used on rank 0 only."""
         self.rank, self._device = topology.rank, topology.device
         self.stats = EplbStats()
         self._in_force, self._store = in_force, store
@@ -110,7 +111,7 @@ class Rebalancer:
         self._plans: dict[int, bytes] = {}
         """Rank 0: its last proposals, by number."""
         self._link = PeerLink(topology, self.answer)
-        looker = Looker(self._link.client, topology.world_size, plan, Policy.of(settings))
+        looker = Looker(self._link.client, topology.world_size, plan, Policy.of(settings), model)
         self._replanner = Replanner(
             looker, self.stats, settings, dry_run=dry_run, expert_bytes=store.largest_slot_bytes
         )
@@ -144,9 +145,9 @@ class Rebalancer:
             else:
                 self._go_on(self._mover, agreed.staged)
 
-    def step_done(self, times: StepTimes) -> None:
-        """After each step with tokens."""
-        self._loads.step_done()
+    def step_done(self, times: StepTimes, prefill: bool) -> None:
+        """After each step with tokens; `prefill`: whether any rank had one of a prompt."""
+        self._loads.step_done(prefill)
         if self.rank == 0:
             moving = self._proposal is not None
             self._replanner.step_done(times, self._in_force.placement, moving=moving)
@@ -164,8 +165,8 @@ class Rebalancer:
             return self._plans[asked.move]
         if isinstance(asked, ReadLoads):
             placement = self._in_force.placement
-            shape = (len(placement.slots), placement.num_experts)
-            return msgspec.msgpack.encode(Windows.of(self._loads.snapshot(), shape))
+            windows = Windows.of(self._loads.snapshot(), len(placement.slots), placement.num_experts)
+            return msgspec.msgpack.encode(windows)
         return self._store.answer(asked)
 
     def take_placement(self) -> PlacementNews | None:

@@ -3,18 +3,21 @@
 A plan is made from the older windows and judged on the newest ones, which it has not seen. It is carried out if it is
 expected to save more than it costs until the next look. With
 
-    b(P) = sum over layers of the mean over ranks of the rows a rank computes, over the sum of the maxima  (balancedness)
-    gain = 1 - sum over layers of max over ranks under the new placement / the same under the current one
+    T(P) = what the MoE layers of a step take under placement P by the cost model (`cost`), mean over steps drawn from the newest windows
+    gain = 1 - T(new placement) / T(current placement)
 
-a step whose share s is spent in experts and in waiting for the fullest rank is expected to get shorter by the share s * gain,
-and a move of B bytes at the fullest receiver takes B / max_bytes_per_step steps, each longer by the share `slowdown`.
+a step of which the measured share s is spent in experts and in waiting for rows is expected to get shorter by the share s * gain,
+and a move of B bytes at the fullest receiver takes B / max_bytes_per_step steps, each longer by the share `slowdown`. So the model only
+compares two placements; how long steps are is measured.
+
+Whether there is anything to plan is judged by rows: balancedness is the sum over layers of the mean rank's rows over that of the fullest's.
 
 Legend: W windows, L MoE layers, E experts, N ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +27,19 @@ import numpy.typing as npt
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.errors import ConfigError
 from moe_runtime.placement import planner
+from moe_runtime.placement.router import Router
 from moe_runtime.placement.transition import check_reachable, num_copies
 
 if TYPE_CHECKING:
     from moe_runtime.config import EplbConfig
-    from moe_runtime.placement.cost import Cluster
+    from moe_runtime.placement.cost import Cluster, Cost
+    from moe_runtime.placement.live_loads import LiveTraffic
 
 Array = npt.NDArray[Any]
+MAX_DRAWN = 4
+"""Steps of each kind drawn from a window."""
+ENOUGH_LAYERS = 64
+"""Fewer are drawn if they have so many layers between them: each layer is a sample."""
 Plan = Callable[[Array, ExpertPlacement], ExpertPlacement]
 """(int64 (W, L, E) loads, the current placement) -> a placement that leaves an empty slot on every rank."""
 
@@ -63,9 +72,32 @@ class Costs:
     expert_bytes: int
     """Of one expert of one layer."""
     moe_share: float
-    """Of a step's time that follows the fullest rank's rows, 0 to 1."""
+    """Of a step's time that experts and waiting for rows take, 0 to 1."""
     slowdown: float
     """Share by which a step is longer while weights travel."""
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """What the MoE layers of a step are modelled with, as in a report."""
+
+    cost: Cost
+    split: str
+    """How ranks choose among an expert's copies: one of run_time_split.ALL_SPLITS."""
+
+    def step_us(self, traffic: LiveTraffic, placements: Sequence[ExpertPlacement]) -> list[float]:
+        """Microseconds of the MoE layers of the mean step under each placement, all on the same drawn steps; 0 without tokens."""
+        kinds = traffic.by_kind(self.cost.model.top_k)
+        routers = [Router.of(p, self.split, self.cost.cluster.ranks_per_node) for p in placements]
+        most = max(1, min(MAX_DRAWN, ENOUGH_LAYERS // len(placements[0].slots)))
+        total_us = np.zeros(len(placements))
+        for window, num_steps in enumerate(kinds.steps_W.tolist()):
+            for i in range(drawn := min(num_steps, most)):
+                step = kinds.step(window, i, 0)
+                us = [router.step_us(*step, window, self.cost) for router in routers]
+                total_us += np.array(us) * (num_steps / drawn)
+        mean_us: list[float] = (total_us / max(int(traffic.steps_WP.sum()), 1)).tolist()
+        return mean_us
 
 
 @dataclass(frozen=True)
@@ -78,7 +110,7 @@ class Decision:
     balancedness: float | None = None
     """Of the current placement, in the newest windows."""
     gain: float | None = None
-    """Expected share of the experts' time that is saved."""
+    """Expected share of the MoE layers' time that is saved."""
     num_copies: int = 0
 
 
@@ -129,11 +161,9 @@ def balancedness(rows_WLN: Array) -> float:
     return float(rows_WLN.mean(axis=2).sum()) / fullest if fullest else 1.0
 
 
-def expected_gain(loads_WLE: Array, current: ExpertPlacement, target: ExpertPlacement) -> float:
-    """Share of the fullest ranks' rows that `target` saves; negative if it is worse."""
-    before = float(rank_rows(loads_WLE, current).max(axis=2).sum())
-    after = float(rank_rows(loads_WLE, target).max(axis=2).sum())
-    return 1.0 - after / before if before else 0.0
+def expected_gain(before_us: float, after_us: float) -> float:
+    """Share of the MoE layers' time that is saved; negative if it gets longer."""
+    return 1.0 - after_us / before_us if before_us else 0.0
 
 
 def most_arrivals(current: ExpertPlacement, target: ExpertPlacement) -> int:
@@ -143,19 +173,27 @@ def most_arrivals(current: ExpertPlacement, target: ExpertPlacement) -> int:
     return max(sum(len(set(new[r]) - set(old[r]) - {-1}) for old, new in layers) for r in range(num_ranks))
 
 
+def judged_windows(num_windows: int) -> int:
+    """How many of the newest windows plans are judged by: a quarter."""
+    return max(1, num_windows // 4)
+
+
 def decide(
-    loads_WLE: Array,
+    traffic: LiveTraffic,
     current: ExpertPlacement,
     plan: Plan,
     policy: Policy,
     costs: Costs,
+    model: StepModel,
     *,
     force: bool = False,
 ) -> Decision:
     """`force`: move whatever the gain is, as long as there is a plan. Raises ConfigError if the plan cannot be reached."""
+    loads_WLE = traffic.loads
     if len(loads_WLE) < 2 or not loads_WLE.sum():
         return Decision(None, f"not enough evidence: {len(loads_WLE)} windows of load, at least 2 are needed")
-    past, newest = np.split(loads_WLE, [len(loads_WLE) - max(1, len(loads_WLE) // 4)])
+    judged = judged_windows(len(loads_WLE))
+    past, newest = loads_WLE[:-judged], loads_WLE[-judged:]
     balance = balancedness(rank_rows(newest, current))
     if balance >= policy.min_utilization and not force:
         return Decision(
@@ -166,13 +204,14 @@ def decide(
     copies = num_copies(current, target)
     if not copies:
         return Decision(None, "the plan moves nothing", balance, 0.0)
-    gain = expected_gain(newest, current, target)
+    now_us, then_us = model.step_us(traffic.newest(judged), [current, target])
+    gain = expected_gain(now_us, then_us)
     saved = gain * costs.moe_share * policy.step_interval
     steps = -(-most_arrivals(current, target) * costs.expert_bytes // policy.max_bytes_per_step)
     spent = steps * costs.slowdown
     told = (
-        f"saves {gain:.1%} of the experts' time in the newest windows, worth {saved:.1f} steps until the next look;"
-        f" moving {copies} experts takes {steps} steps, each {costs.slowdown:.0%} longer"
+        f"saves {gain:.1%} of the MoE layers' time in the newest windows (modelled: {now_us:.0f} us a step now, {then_us:.0f} then),"
+        f" worth {saved:.1f} steps until the next look; moving {copies} experts takes {steps} steps, each {costs.slowdown:.0%} longer"
     )
     if force:
         return Decision(target, f"asked for: {told}", balance, gain, copies)

@@ -67,6 +67,15 @@ class Hardware:
         return Hardware._from_dict(given, name)
 
     @staticmethod
+    def for_device(name: str, device_name: str | None) -> Hardware:
+        """As `named`, and `auto`: the preset for a GPU of that name (one that no preset is for: h200), or for a CPU if it is None."""
+        if name != "auto":
+            return Hardware.named(name)
+        if device_name is None:
+            return PRESETS["cpu"]
+        return PRESETS["b200" if "B200" in device_name.upper() else "h200"]
+
+    @staticmethod
     def _from_dict(given: object, where: str) -> Hardware:
         wanted = [f.name for f in fields(Hardware) if f.name not in ("name", "overlap")]
         if not isinstance(given, dict) or set(given) - {"name", "overlap"} != set(wanted):

@@ -13,18 +13,18 @@ import numpy as np
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.placement.cost import Cost, sent_rows, slot_rows
 from moe_runtime.placement.run_time_split import asks, method_of
-from moe_runtime.placement.split import Replicas, split_rows
+from moe_runtime.placement.split import Replicas, split_rows, static_slots
 from moe_runtime.placement.stored import Array
 from moe_runtime.placement.traffic import StepRoutes
 
 
 @dataclass(frozen=True)
 class Router:
-    """Routes counts to slots, layer by layer."""
+    """Routes counts to slots."""
 
     replicas_L: list[Replicas]
-    nearest_LNEC: list[Array]
-    """By layer, float64 (N, E, C): 1 at the replica that the static split gives to a source."""
+    nearest_LNE: Array
+    """int64 global slot of the replica that the static split gives to a source."""
     split: str
     """Of run_time_split.ALL_SPLITS."""
     ranks_per_node: int
@@ -33,9 +33,8 @@ class Router:
     def of(placement: ExpertPlacement, split: str, ranks_per_node: int) -> Router:
         """For the placement's layers; `split` is one of run_time_split.ALL_SPLITS."""
         replicas_L = [Replicas.of(np.array(slots_Np), placement.num_experts) for slots_Np in placement.slots]
-        ones_NE = np.ones((replicas_L[0].num_ranks, placement.num_experts), dtype=np.int64)
-        nearest = [split_rows("static", ones_NE, replicas).astype(np.float64) for replicas in replicas_L]
-        return Router(replicas_L, nearest, split, ranks_per_node)
+        nearest_LNE = np.stack([static_slots(replicas) for replicas in replicas_L])
+        return Router(replicas_L, nearest_LNE, split, ranks_per_node)
 
     def route(
         self,
@@ -51,26 +50,59 @@ class Router:
         split.split_rows. Rows from rank to rank come from `routes` for the sources that have some there, and are expected from
         counts for the others.
         """
-        rows, sent = [], []
+        rows_LNp, sent_LNN = self._to_nearest(counts_NLE, tokens_N)
         for layer, replicas in enumerate(self.replicas_L):
             counts_NE = counts_NLE[:, layer]
+            method = method_of(self.split, counts_NE, int(tokens_N.max()), num_steps)
+            if routes is None and (method == "static" or not len(replicas.shared_D)):
+                continue
             rows_NEC = split_rows(
-                method_of(self.split, counts_NE, int(tokens_N.max()), num_steps), counts_NE, replicas,
+                method, counts_NE, replicas,
                 ranks_per_node=self.ranks_per_node, seed=seed * len(self.replicas_L) + layer,
             )  # fmt: skip
-            rows.append(slot_rows(rows_NEC, replicas.slot_EC, replicas.num_ranks, replicas.slots_per_rank))
-            sent_NN = sent_rows(rows_NEC, replicas.slot_EC, replicas.slots_per_rank, tokens_N)
+            rows_LNp[layer] = slot_rows(
+                rows_NEC, replicas.slot_EC, replicas.num_ranks, replicas.slots_per_rank
+            )
+            sent_LNN[layer] = sent_rows(rows_NEC, replicas.slot_EC, replicas.slots_per_rank, tokens_N)
             if routes is not None and len(routes.source_t):
+                nearest_NEC = self.nearest_LNE[layer, :, :, None] == replicas.slot_EC
                 share_NEC = np.where(
                     counts_NE[:, :, None] > 0,
                     rows_NEC / np.maximum(counts_NE, 1)[:, :, None],
-                    self.nearest_LNEC[layer],
+                    nearest_NEC,
                 )
                 known_N = np.bincount(routes.source_t, minlength=len(tokens_N)) > 0
                 routed_NN = routed_rows(share_NEC, replicas, routes, layer)
-                sent_NN = np.where(known_N[:, None], routed_NN, sent_NN)
-            sent.append(sent_NN)
-        return np.stack(rows), np.stack(sent)
+                sent_LNN[layer] = np.where(known_N[:, None], routed_NN, sent_LNN[layer])
+        return rows_LNp, sent_LNN
+
+    def _to_nearest(self, counts_NLE: Array, tokens_N: Array) -> tuple[Array, Array]:
+        """What `route` says of the static split without routes (`slot_rows` and `sent_rows` of all layers at once)."""
+        num_layers, num_ranks, _ = self.nearest_LNE.shape
+        width = self.replicas_L[0].slots_per_rank
+        counts_LNE = counts_NLE.swapaxes(0, 1)
+        layer_L11, source_N1 = np.arange(num_layers)[:, None, None], np.arange(num_ranks)[:, None]
+        rows = np.bincount(
+            (layer_L11 * num_ranks * width + self.nearest_LNE).ravel(),
+            weights=counts_LNE.ravel(),
+            minlength=num_layers * num_ranks * width,
+        )
+        with np.errstate(divide="ignore"):
+            missed_LNE = np.log1p(-np.minimum(counts_LNE / np.maximum(tokens_N, 1)[:, None], 1.0))
+        missed = np.bincount(
+            ((layer_L11 * num_ranks + source_N1) * num_ranks + self.nearest_LNE // width).ravel(),
+            weights=missed_LNE.ravel(),
+            minlength=num_layers * num_ranks**2,
+        )
+        sent_LNN = -np.expm1(missed.reshape(num_layers, num_ranks, num_ranks)) * tokens_N[:, None]
+        return rows.astype(np.int64).reshape(num_layers, num_ranks, width), sent_LNN
+
+    def step_us(
+        self, counts_NLE: Array, tokens_N: Array, routes: StepRoutes | None, seed: int, cost: Cost
+    ) -> float:
+        """Modelled time of the MoE layers of a step (`Traffic.step`), in microseconds; seed: as for `route`."""
+        routed_us = cost.step_time_us(*self.route(counts_NLE, tokens_N, seed, routes))
+        return routed_us + self.asking_us(tokens_N, cost)
 
     def asking_us(self, tokens_N: Array, cost: Cost) -> float:
         """What telling counts takes in a step of so many tokens, in microseconds: only in layers with replicas."""

@@ -113,12 +113,8 @@ def replay(traffic: Traffic, placement: ExpertPlacement, cost: Cost, split: str,
         rows.append(rows_LNp)
         bytes_inside.append(float((sent_LNN * same_NN).sum()) * each_way / num_steps)
         bytes_outside.append(float((sent_LNN * ~cost.cluster.same_node_NN).sum()) * each_way / num_steps)
-        times = []
-        for i in range(min(num_steps, STEPS_PER_WINDOW)):
-            counts, tokens, routes = traffic.step(w, i, seed)
-            routed = cost.step_time_us(*router.route(counts, tokens, w, routes))
-            times.append(routed + router.asking_us(tokens, cost))
-        step_us.append(sum(times) / len(times))
+        steps = range(min(num_steps, STEPS_PER_WINDOW))
+        step_us.append(sum(router.step_us(*traffic.step(w, i, seed), w, cost) for i in steps) / len(steps))
     return Replay(
         rows_WLNp=np.stack(rows),
         sent_bytes_W=np.array(bytes_inside),

@@ -95,7 +95,7 @@ def split_rows(
     if method == "one_replica":
         return counts_NE[:, :, None] * (one_replica(counts_NE.sum(axis=0), replicas) > 0)
     if method == "static":
-        return _static(counts_NE, replicas)
+        return counts_NE[:, :, None] * (static_slots(replicas)[:, :, None] == replicas.slot_EC)
     if method == "random":
         drawn: Any = np.random.default_rng(seed)  # its stubs do not know that counts may have axes
         even_EC = (replicas.slot_EC >= 0) / replicas.count_E[:, None]
@@ -207,15 +207,14 @@ def one_replica(load_E: Array, replicas: Replicas) -> Array:
     return rows_EC
 
 
-def _static(counts_NE: Array, replicas: Replicas) -> Array:
-    num_ranks = replicas.num_ranks
+def static_slots(replicas: Replicas) -> Array:
+    """int64 (N, E): the global slot that the static split sends a source's tokens for an expert to."""
+    rank_N1 = np.arange(replicas.num_ranks)[:, None]
     rank_EC = np.where(replicas.slot_EC >= 0, replicas.slot_EC // replicas.slots_per_rank, -1)
-    own_NEC = rank_EC[None] == np.arange(num_ranks)[:, None, None]
-    by_rank_NE = np.arange(num_ranks)[:, None] % replicas.count_E
-    chosen_NE = np.where(own_NEC.any(axis=2), own_NEC.argmax(axis=2), by_rank_NE)
-    rows_NEC = np.zeros(own_NEC.shape, dtype=np.int64)
-    np.put_along_axis(rows_NEC, chosen_NE[:, :, None], counts_NE[:, :, None], axis=2)
-    return rows_NEC
+    own_NEC = rank_EC[None] == rank_N1[:, :, None]
+    chosen_NE = np.where(own_NEC.any(axis=2), own_NEC.argmax(axis=2), rank_N1 % replicas.count_E)
+    slots_NE: Array = replicas.slot_EC[np.arange(len(replicas.slot_EC)), chosen_NE]
+    return slots_NE
 
 
 def _by_source(counts_NE: Array, replicas: Replicas, share_EC: Array, ranks_per_node: int | None) -> Array:

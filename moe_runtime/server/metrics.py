@@ -173,7 +173,11 @@ class _RankCollector(Collector):
                 "Unix time of the last move; 0: none yet",
                 first.last_applied_at,
             ),
-            ("eplb_expected_gain", "Share of the experts' time that the last plan saves", first.gain),
+            (
+                "eplb_expected_gain",
+                "Share of the MoE layers' time that the last plan is expected to save",
+                first.gain,
+            ),
         ):
             if value is not None:
                 gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])

@@ -107,6 +107,12 @@ CASES: dict[str, tuple[Damage, dict[str, Any], type[errors.MoeRuntimeError], lis
         ["one_sided", "/dev/shm", "MiB free"],
     ),
     "length": (nothing, {"max_model_len": HUGE}, errors.ConfigError, ["max_model_len", "512"]),
+    "hardware": (
+        nothing,
+        {"enable_eplb": True, "eplb_config": '{"hardware": "h100x"}'},
+        errors.ConfigError,
+        ["hardware 'h100x'", "h200, b200, cpu"],
+    ),
 }
 # Each takes seconds. The slow ones fail on the same way as others that are not.
 QUICK_SERVER = ("path", "truncated for rank 1", "tokenizer")
@@ -126,7 +132,8 @@ def prepare(name: str, checkpoint: Path, tmp_path: Path) -> tuple[Path, dict[str
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:
-    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags = {f"--{name.replace('_', '-')}": value for name, value in settings.items()}
+    return [word for flag, value in flags.items() for word in ((flag,) if value is True else (flag, str(value)))]
 
 
 def check_failed(server: RealServer, words: list[str]) -> None:

@@ -18,21 +18,22 @@ from moe_runtime.placement.balancer import (
     Policy,
     balancedness,
     decide,
-    expected_gain,
     make_plan,
     most_arrivals,
     rank_rows,
 )
-from moe_runtime.placement.cost import Cluster
+from moe_runtime.placement.cost import Cluster, Hardware
 from moe_runtime.placement.layout import contiguous
-from moe_runtime.placement.live_loads import NUM_WINDOWS, LiveLoads, join_windows
+from moe_runtime.placement.live_loads import NUM_WINDOWS, LiveLoads, LiveWindow, join_windows
 from moe_runtime.placement.recorder import LoadRecorder, PartTokens
 from moe_runtime.placement.transition import check_reachable, with_empty_slots
+from tests.helpers.live_traffic import ROWS, decoded, rows_model
 
 POLICY = Policy(
     min_utilization=1.0, min_gain=0.05, hysteresis=2.0, max_bytes_per_step=1000, step_interval=100
 )
 COSTS = Costs(expert_bytes=1000, moe_share=0.5, slowdown=0.1)
+MODEL = rows_model(2)
 
 
 def loads(*layers: list[int], windows: int = 8) -> Array:
@@ -52,12 +53,9 @@ def test_rows_and_balancedness_by_hand() -> None:
     assert balancedness(rank_rows(loads([0] * 8, [0] * 8, [0] * 8), uniform)) == 1
 
 
-def test_gain_by_hand() -> None:
+def test_arrivals_by_hand() -> None:
     old = ExpertPlacement((((0, 1, -1), (2, 3, -1)),), 4)
     new = ExpertPlacement((((0, 3, -1), (2, 1, -1)),), 4)
-    seen = loads([30, 30, 10, 10])
-    assert expected_gain(seen, old, new) == pytest.approx(1 - 40 / 60)
-    assert expected_gain(seen, new, old) == pytest.approx(1 - 60 / 40)
     assert most_arrivals(old, new) == 1
 
 
@@ -72,7 +70,7 @@ def swap(_: Array, current: ExpertPlacement) -> ExpertPlacement:
 
 def test_a_move_that_pays() -> None:
     seen, current = skewed()
-    decision = decide(seen, current, swap, POLICY, COSTS)
+    decision = decide(decoded(seen), current, swap, POLICY, COSTS, MODEL)
     assert decision.target is not None
     assert decision.balancedness == pytest.approx(40 / 60)
     assert decision.gain == pytest.approx(1 / 3)
@@ -80,6 +78,48 @@ def test_a_move_that_pays() -> None:
     # One expert of 1000 bytes arrives on each rank: 1 step, a tenth longer; 1/3 * 0.5 * 100 steps are saved.
     assert "worth 16.7 steps" in decision.reason
     assert "takes 1 steps, each 10% longer" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("hardware", "gain"),
+    [
+        # 30 + 30 rows against 40, a microsecond each.
+        (ROWS, 1 / 3),
+        # Products take no time; two experts' weights of 1000 bytes are read on either rank, before and after, and rows are 2 bytes.
+        (replace(ROWS, matmul_flops=1e30, memory_bytes_s=1e6), 1 - 2080 / 2120),
+        # Every expert's rows fill one tile of 64.
+        (replace(ROWS, tile_rows=64), 0.0),
+        # Tiles of 16: two for 30 rows and one for 10, so four on the fullest rank and then three.
+        (replace(ROWS, tile_rows=16), 1 / 4),
+        # All 80 tokens are rank 0's. 1/8 of them choose either expert on rank 1; then 3/8 and 1/8 do, and more have to travel.
+        (replace(ROWS, matmul_flops=1e30, link_bytes_s=1e6), 1 - (1 - 5 / 8 * 7 / 8) / (1 - 7 / 8 * 7 / 8)),
+    ],
+    ids=["rows", "weights", "whole-tile", "tiles", "dispatch"],
+)
+def test_time_is_what_decides(hardware: Hardware, gain: float) -> None:
+    """The same swap, which saves a third of the fullest rank's rows, under different hardware."""
+    seen, current = skewed()
+    decision = decide(decoded(seen), current, swap, POLICY, COSTS, rows_model(2, hardware))
+    assert decision.balancedness == pytest.approx(40 / 60)
+    assert decision.gain == pytest.approx(gain)
+    assert (decision.target is not None) == (gain >= POLICY.min_gain)
+    if decision.target is None:
+        assert "below min_gain=5%" in decision.reason
+
+
+def test_a_move_that_pays_though_rows_say_no() -> None:
+    """Four experts with tokens on rank 0 and one on rank 1: one that goes over makes rank 1 fuller, but saves rank 0 a quarter of its reads."""
+    seen = loads([3, 3, 3, 3, 11, 0, 0, 0])
+    current = with_empty_slots(contiguous(1, 8, 2), 1)
+    target = replace(current, slots=(((0, 1, 2, 5, -1), (4, 3, 6, 7, -1)),))
+    assert rank_rows(seen, target).max() > rank_rows(seen, current).max()
+    reading = replace(ROWS, matmul_flops=1e30, memory_bytes_s=1e6)
+    for hardware, moves in ((ROWS, False), (reading, True)):
+        decision = decide(
+            decoded(seen), current, lambda loads, now: target, POLICY, COSTS, rows_model(2, hardware)
+        )
+        assert (decision.target is not None) == moves, decision.reason
+    assert decision.gain == pytest.approx(1 - (3000 + 2 * 9) / (4000 + 2 * 12))
 
 
 @pytest.mark.parametrize(
@@ -97,17 +137,17 @@ def test_a_move_that_pays() -> None:
 def test_reasons_to_leave_it(policy: dict[str, float], costs: dict[str, float], part: str) -> None:
     seen, current = skewed()
     chosen = replace(POLICY, **policy), replace(COSTS, **costs)  # type: ignore[arg-type]
-    decision = decide(seen, current, swap, *chosen)
+    decision = decide(decoded(seen), current, swap, *chosen, MODEL)
     assert decision.target is None
     assert part in decision.reason
-    assert decide(seen, current, swap, *chosen, force=True).target is not None
+    assert decide(decoded(seen), current, swap, *chosen, MODEL, force=True).target is not None
 
 
 def test_a_plan_is_judged_on_windows_it_has_not_seen() -> None:
     _, current = skewed()
     past, newest = [30, 30, 10, 10], [0, 31, 29, 0]
     seen = np.array([[past]] * 6 + [[newest]] * 2)
-    decision = decide(seen, current, swap, POLICY, COSTS)
+    decision = decide(decoded(seen), current, swap, POLICY, COSTS, MODEL)
     assert decision.target is None
     assert decision.gain == pytest.approx(1 - 60 / 31)
 
@@ -115,7 +155,7 @@ def test_a_plan_is_judged_on_windows_it_has_not_seen() -> None:
 @pytest.mark.parametrize("seen", [loads([1, 2, 3, 4], windows=1), loads([0, 0, 0, 0])])
 def test_too_little_evidence(seen: Array) -> None:
     _, current = skewed()
-    decision = decide(seen, current, swap, POLICY, COSTS, force=True)
+    decision = decide(decoded(seen), current, swap, POLICY, COSTS, MODEL, force=True)
     assert decision.target is None
     assert "not enough evidence" in decision.reason
 
@@ -138,14 +178,15 @@ def test_the_planner_is_asked_for_what_can_be_reached(seed: int) -> None:
         target = plan(seen, current)
         check_reachable(current, target)
         assert plan(seen, current) == target
-        decision = decide(seen, current, plan, POLICY, COSTS, force=True)
+        traffic, model = decoded(seen, num_ranks), rows_model(num_ranks)
+        decision = decide(traffic, current, plan, POLICY, COSTS, model, force=True)
         assert decision.target in (plan(seen[:-1], current), None)
 
 
 def test_two_experts_may_change_places_whatever_the_share() -> None:
     seen, current = skewed()
     plan = make_plan(Cluster.single(2), 4, 2, max_moved=0.0)
-    decision = decide(seen, current, plan, POLICY, COSTS)
+    decision = decide(decoded(seen), current, plan, POLICY, COSTS, MODEL)
     assert decision.target is not None
     assert decision.gain == pytest.approx(1 / 3)
     assert decision.num_copies == 2
@@ -155,7 +196,7 @@ def test_a_plan_that_cannot_be_reached_is_an_error() -> None:
     seen, current = skewed()
     full = ExpertPlacement((((0, 1, 2), (2, 3, 1)),), 4)
     with pytest.raises(ConfigError, match="at most 2 are allowed"):
-        decide(seen, current, lambda loads, now: full, POLICY, COSTS)
+        decide(decoded(seen), current, lambda loads, now: full, POLICY, COSTS, MODEL)
 
 
 @pytest.mark.parametrize("recording", [True, False])
@@ -170,38 +211,48 @@ def test_the_load_is_counted_by_windows(recording: bool, seed: int) -> None:
     assert live.window_steps == window
     generator = torch.Generator().manual_seed(seed)
     expected: list[Array] = []
+    prefills: list[int] = []
     for step in range(window * (NUM_WINDOWS + 3) + 2):
         if step % window == 0:
-            expected.append(np.zeros((layers, experts), dtype=np.int64))
+            expected.append(np.zeros((layers, 2, experts), dtype=np.int64))
+            prefills.append(0)
         # Also no tokens.
         sizes = torch.randint(0, 4, (1 + step % 2,), generator=generator).tolist()
-        recorder.begin_step([PartTokens(n, torch.randint(0, 2, (n,), generator=generator)) for n in sizes])
+        parts = [PartTokens(n, torch.randint(0, 2, (n,), generator=generator)) for n in sizes]
+        recorder.begin_step(parts)
         for layer in range(layers):
-            for tokens in sizes:
-                ids = torch.randint(0, experts, (tokens, 3), generator=generator)
+            for part in parts:
+                assert part.decode_T is not None
+                ids = torch.randint(0, experts, (part.num_tokens, 3), generator=generator)
                 recorder.count(ids)
-                for e in ids.flatten().tolist():
-                    expected[-1][layer, e] += 1
+                for phase, chosen in zip(part.decode_T.tolist(), ids.tolist(), strict=True):
+                    for e in chosen:
+                        expected[-1][layer, phase, e] += 1
         recorder.end_step(1, 1, False, sum(sizes))
-        live.step_done()
+        prefills[-1] += step % 3 == 1 or step % 7 == 0
+        live.step_done(step % 3 == 1 or step % 7 == 0)
     seen = live.snapshot()
     assert list(seen) == list(range(4, NUM_WINDOWS + 4)), "the last that are whole"
-    for number, counts in seen.items():
-        assert np.array_equal(counts, expected[number - 1])
+    for number, got in seen.items():
+        assert np.array_equal(got.counts_LPE, expected[number - 1])
+        assert got.steps_P == (prefills[number - 1], window - prefills[number - 1])
     recorded = int(recorder.arrays()["counts_WPLE"].sum())
     assert recorded == (sum(int(counts.sum()) for counts in expected) if recording else 0)
 
 
 def test_only_windows_that_all_ranks_have_count() -> None:
-    def window(value: int) -> Array:
-        return np.full((1, 2), value, dtype=np.int64)
+    def window(value: int) -> LiveWindow:
+        return LiveWindow(np.full((1, 2, 2), value, dtype=np.int64), (value % 10, 1))
 
     joined = join_windows(
         [{1: window(1), 2: window(2), 3: window(3)}, {2: window(20), 3: window(30), 4: window(40)}]
     )
-    assert joined.tolist() == [[[22, 22]], [[33, 33]]]
-    assert join_windows([{1: window(1)}, {}]).shape == (0, 1, 2)
-    assert join_windows([{}, {}]).shape[0] == 0
+    assert joined.counts_WNLPE[:, :, 0, 0, 0].tolist() == [[2, 20], [3, 30]]
+    assert joined.steps_WP.tolist() == [[2, 1], [3, 1]], "all ranks have the same"
+    assert joined.loads.tolist() == [[[44, 44]], [[66, 66]]], "both phases"
+    assert joined.newest(1).loads.tolist() == [[[66, 66]]]
+    assert join_windows([{1: window(1)}, {}]).loads.shape == (0, 1, 2)
+    assert join_windows([{}, {}]).loads.shape[0] == 0
 
 
 def test_deepseek_s_algorithm_plans_whatever_it_moves(seed: int) -> None:

@@ -15,10 +15,13 @@ import pytest
 from moe_runtime.core import ExpertPlacement
 from moe_runtime.engine import looking
 from moe_runtime.engine.looking import Look, Looker, Windows
+from moe_runtime.engine.mover import placement_of
 from moe_runtime.peer_link import SECRET_BYTES, PeerClient, PeerServer
 from moe_runtime.placement.balancer import Costs, Policy
 from moe_runtime.placement.layout import contiguous
+from moe_runtime.placement.live_loads import LiveWindow
 from moe_runtime.placement.transition import with_empty_slots
+from tests.helpers.live_traffic import rows_model
 
 SECRET = secrets.token_bytes(SECRET_BYTES)
 POLICY = Policy(1.0, 0.05, 0.0, 1000, 100)
@@ -33,8 +36,8 @@ def ports() -> Iterator[list[int]]:
     counted = ([20, 10, 4, 0], [10, 20, 6, 10])
 
     def serve(counts: list[int]) -> PeerServer:
-        windows = {number: np.array([counts], dtype=np.int64) for number in range(8)}
-        answer = msgspec.msgpack.encode(Windows.of(windows, (1, 4)))
+        window = LiveWindow(np.array([[[0] * 4, counts]], dtype=np.int64), (0, 1))
+        answer = msgspec.msgpack.encode(Windows.of(dict.fromkeys(range(8), window), 1, 4))
         return PeerServer("127.0.0.1", SECRET, lambda question: answer)
 
     servers = [serve(counts) for counts in counted]
@@ -45,7 +48,7 @@ def ports() -> Iterator[list[int]]:
 
 def looker(ports: list[int], plan: Any) -> Looker:
     addresses = [("127.0.0.1", port) for port in ports]
-    return Looker(lambda: PeerClient(addresses, SECRET), len(ports), plan, POLICY)
+    return Looker(lambda: PeerClient(addresses, SECRET), len(ports), plan, POLICY, rows_model(2))
 
 
 def result(looking_now: Looker) -> Look:
@@ -72,10 +75,13 @@ def test_a_look_finds_what_the_ranks_have_counted(ports: list[int]) -> None:
     assert look.decision.target == BETTER
     assert look.decision.gain == pytest.approx(1 / 3)
     assert seen[0].tolist() == [[[30, 30, 10, 10]]] * 6
-    made.start(Look(CURRENT, COSTS, wanted=BETTER, request=7))
-    look = result(made)
-    assert (look.request, look.decision.num_copies) == (7, 2)
-    assert "saves 33.3%" in look.decision.reason
+    # Also as operators may write it, with more or fewer empty slots.
+    for slots in ([[[2, 1, -1], [0, 3, -1]]], [[[2, 1], [0, -1, 3, -1, -1]]]):
+        made.start(Look(CURRENT, COSTS, wanted=placement_of(slots, CURRENT), request=7))
+        look = result(made)
+        assert not look.failure
+        assert (look.request, look.decision.num_copies) == (7, 2)
+        assert "saves 33.3%" in look.decision.reason
 
 
 @pytest.mark.parametrize(

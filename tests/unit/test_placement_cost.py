@@ -90,6 +90,16 @@ def test_whole_counts_keep_the_total(seed: int) -> None:
     assert whole_counts(np.zeros(3), 4).sum() == 4
 
 
+def test_hardware_by_the_device() -> None:
+    for name, want in (
+        (None, "cpu"), ("NVIDIA H200", "h200"), ("NVIDIA B200", "b200"), ("NVIDIA GB200", "b200"), ("AMD Instinct MI300X", "h200"),
+    ):  # fmt: skip
+        assert Hardware.for_device("auto", name) is Hardware.named(want)
+    assert Hardware.for_device("b200", None) is Hardware.named("b200")
+    with pytest.raises(ConfigError, match="h200, b200, cpu"):
+        Hardware.for_device("h100x", None)
+
+
 def test_clusters_and_hardware_are_read(tmp_path: Path) -> None:
     assert Cluster.parse("nodes=4x8") == Cluster(4, 8)
     for bad in ("4x8", "nodes=4", "nodes=ax8", "nodes=-1x8"):
