@@ -93,7 +93,12 @@ def check_fields(values: Mapping[str, Any], fields: ConfigFields, where: str) ->
 
 
 def one_of(
-    values: Mapping[str, Any], name: str, allowed: Sequence[str], default: str | None, where: str, when: str = ""
+    values: Mapping[str, Any],
+    name: str,
+    allowed: Sequence[str],
+    default: str | None,
+    where: str,
+    when: str = "",
 ) -> str:
     """The field's value, or the default for null. Raises ConfigError; `when` says what else the allowed ones depend on."""
     value = values.get(name)

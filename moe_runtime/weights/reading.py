@@ -40,7 +40,9 @@ class WeightReader:
         scale_out: where the scales go, float32 [rows, columns] of the kept scheme, if `out` is quantised.
         """
         packed = copy.tensor.dtype == PACKED_INT8
-        num_bytes = packed_width(out.shape[1]) * out.shape[0] if packed else out.numel() * _dtype(copy).itemsize
+        num_bytes = (
+            packed_width(out.shape[1]) * out.shape[0] if packed else out.numel() * _dtype(copy).itemsize
+        )
         if num_bytes != copy.num_bytes:
             raise CheckpointError(f"{copy.tensor.name} does not fit {copy.target}")
         if copy.scale is None and scale_out is None:

@@ -15,17 +15,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.checkpoint_files import FILE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-FILE = "model.safetensors"
 LINEAR = re.compile(r".*\.(\w+_proj|w[123])\.weight")
 """Routers, gates of shared experts, embeddings and heads stay as they are, as in the hub's files."""
 FP8 = torch.float8_e4m3fn
 
 
 def compressed(
-    strategy: str, inputs: dict[str, Any] | None, ignore: list[str], kind: str = "float", file_format: str = ""
+    strategy: str,
+    inputs: dict[str, Any] | None,
+    ignore: list[str],
+    kind: str = "float",
+    file_format: str = "",
 ) -> dict[str, Any]:
     """A `quantization_config` as LLM Compressor writes it; by default in the format that it takes for FP8."""
     number: dict[str, Any] = {"num_bits": 8, "type": kind, "symmetric": True, "actorder": None}

@@ -59,7 +59,8 @@ def pack(codes: list[list[int]]) -> torch.Tensor:
         unsigned = [code + 128 for code in row]
         unsigned += [0] * (-len(row) % 4)
         whole = [
-            sum(byte << 8 * i for i, byte in enumerate(unsigned[at : at + 4])) for at in range(0, len(unsigned), 4)
+            sum(byte << 8 * i for i, byte in enumerate(unsigned[at : at + 4]))
+            for at in range(0, len(unsigned), 4)
         ]
         words.append([word - 2**32 if word >= 2**31 else word for word in whole])
     return torch.tensor(words, dtype=torch.int32)
