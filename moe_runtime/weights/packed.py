@@ -33,7 +33,7 @@ def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors, with X.weight for every X.weight_packed and the X.weight_shape beside it: of type PACKED_INT8 and the shape [out, in]
     that X.weight_shape holds, which is read for that.
 
-    Raises CheckpointError naming a matrix that is there in both forms, lacks its shape, or has words that do not fit it.
+    Raises CheckpointError naming a matrix that is there in both forms, lacks its shape or has nothing else, or has words that do not fit it.
     """
     names = [name.removesuffix(PAYLOAD) for name in stored if name.endswith(PAYLOAD)]
     tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(PAYLOAD)}
@@ -53,6 +53,11 @@ def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             sizes = _read_shape(shape, files[shape.path])
             _check(packed, sizes)
             tensors[name + MATRIX] = replace(packed, dtype=PACKED_INT8, shape=sizes)
+    alone = min((name for name in tensors if name.endswith(SHAPE)), default=None)
+    if alone is not None:
+        raise CheckpointError(
+            f"the checkpoint lacks {alone.removesuffix(SHAPE)}{PAYLOAD}, though it holds {alone}"
+        )
     return tensors
 
 

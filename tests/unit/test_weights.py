@@ -115,7 +115,7 @@ EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
         (put("model.layers.0.mlp.extra.weight", torch.ones(2)), r"does not know: .*mlp\.extra\.weight$"),
         (put("model.layers.9.input_layernorm.weight", torch.ones(2)), r"does not know: model\.layers\.9"),
         (put(EXPERT, torch.ones(3, 5)), rf"{re.escape(EXPERT)} .*has shape \[3, 5\], but"),
-        (put(EXPERT, torch.ones(3, 5, dtype=torch.int8)), rf"{re.escape(EXPERT)} .*type I8; supported"),
+        (put(EXPERT, torch.ones(3, 5, dtype=torch.int16)), rf"{re.escape(EXPERT)} .*type I16; supported"),
         (put(EXPERT, torch.ones(3, 5).to(torch.float8_e4m3fn)), "F8_E4M3"),
         (put("model.layers.0.mlp.experts.down_proj", torch.ones(1)), "holds the same weights twice"),
     ],
