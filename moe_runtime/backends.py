@@ -76,7 +76,11 @@ def choose(what: str, asked: str, reasons: Mapping[str, str | None], log: bool) 
         for n, r in reasons.items()
         if n != chosen
     ]
-    choice = Choice(what, chosen, "asked for" if asked != "auto" else "; ".join(["auto", *lost]))
+    return tell(Choice(what, chosen, "asked for" if asked != "auto" else "; ".join(["auto", *lost])), log)
+
+
+def tell(choice: Choice, log: bool) -> Choice:
+    """Logs one line, seen by default if `log`, and returns the choice."""
     logger.log(logging.INFO if log else logging.DEBUG, "%s: %s (%s)", *choice)
     return choice
 
@@ -129,6 +133,19 @@ def make_experts(
     reasons = invariant_only(reasons, config, "deterministic", "triton")
     choice = choose("moe_backend", config.moe_backend, reasons, topology.rank == 0)
     return kernels[choice.name], choice
+
+
+def choose_activations(spec: ModelSpec, dtype: torch.dtype, *, log: bool) -> list[Choice]:
+    """What becomes of the experts' input where the checkpoint asks to quantise it too (W8A8); of other checkpoints nothing is said."""
+    stored = spec.stored
+    if stored is None or not stored.experts or stored.weights_only:
+        return []
+    asked = f"the checkpoint asks for {stored.scheme.payload_name}, W8A8"
+    unused = "; its static scales are not used" if stored.static_activations else ""
+    if spec.quantize_activations:
+        return [tell(Choice("expert_activations", "fp8", asked + unused), log)]
+    kept = asked + "; here activations stay as they are" + (", W8A16" if spec.expert_scheme else "") + unused
+    return [tell(Choice("expert_activations", str(dtype).removeprefix("torch."), kept), log)]
 
 
 def make_layer_ops(

@@ -2,7 +2,8 @@
 
 A value is payload * scale. FP8 weights [out, in] have a scale per block of 128 x 128, per output channel, or per tensor, int8
 weights per output channel; activations, rounded as they come, per group of 128 along a row for block weights, else per row.
-Payload is float8 e4m3 (Micikevicius et al., 2022) or int8 from -127 to 127 (symmetric: no zero point), scales are float32.
+Payload is float8 e4m3 (Micikevicius et al., 2022) or int8 from -127 to 127 (symmetric: no zero point; a file may have -128 too), scales
+are float32.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ class QuantScheme:
     def payload(self) -> torch.dtype:
         """Type of the values: FP8 or torch.int8."""
         return torch.int8 if self.name == "int8_channel" else FP8
+
+    @property
+    def payload_name(self) -> str:
+        """`FP8` or `int8`, for messages."""
+        return "FP8" if self.payload == FP8 else "int8"
 
     @property
     def per_channel(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,8 +62,6 @@ if TYPE_CHECKING:
 
 SWITCH_INTERVAL_S = 2e-4
 """Python's default, 5 ms, would be felt: a step takes the interpreter back hundreds of times."""
-
-logger = logging.getLogger(__name__)
 
 
 class RankBuilder:
@@ -191,10 +188,11 @@ class RankBuilder:
                 dispatch_tokens=backends_dispatch.dispatch_tokens_without_host(dispatcher.name),
             ),
         )
+        log = self.topology.rank == 0
         graphs = backends.Choice("cuda_graphs", str(self.graph_sizes), self.graph_sizes.why)
-        logger.log(logging.INFO if self.topology.rank == 0 else logging.DEBUG, "%s: %s (%s)", *graphs)
         self.choices = [dispatcher, payload, replicas, kernel, router, ops, overlap]
-        self.choices += [self.attention_choice, graphs]
+        self.choices += [self.attention_choice, backends.tell(graphs, log)]
+        self.choices += backends.choose_activations(self.spec, self.dtype, log=log)
 
     def reserve(self) -> None:
         """The KV cache."""

@@ -1,17 +1,25 @@
-"""`quantization_config` of config.json: which FP8 checkpoints can be read, and how their weights are stored.
+"""`quantization_config` of config.json: which FP8 and int8 checkpoints can be read, and how their weights are stored.
 
 Two methods are read: `fp8`, as DeepSeek, Qwen and AutoFP8 write it and transformers' FineGrainedFP8Config reads it, and
-`compressed-tensors` with FP8 weights, as LLM Compressor writes it. Every field is honoured, or refused by name.
+`compressed-tensors` with FP8 or int8 weights, as LLM Compressor writes it. Every field is honoured, or refused by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_runtime.errors import ConfigError
-from moe_runtime.models.base import ConfigFields, Refusal
+from moe_runtime.models.quantized_fields import (
+    ACTIVATION_FIELDS,
+    COMPRESSED_FIELDS,
+    FP8_FIELDS,
+    GROUP_FIELDS,
+    WEIGHT_FIELDS,
+    check_fields,
+    one_of,
+)
 from moe_runtime.models.spec import StoredQuantization
 from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, GROUP, INT8_CHANNEL
 
@@ -24,81 +32,20 @@ if TYPE_CHECKING:
 
 METHODS = ("fp8", "compressed-tensors")
 BLOCK = [GROUP, GROUP]
-FORMATS = ("float-quantized", "naive-quantized")
-STRATEGIES = {"block": FP8_BLOCK, "channel": FP8_CHANNEL, "tensor": FP8_TENSOR}
+PACKED_FORMAT = "pack-quantized"
+FORMATS = {
+    "float": ("float-quantized", "naive-quantized"),
+    "int": ("int-quantized", "naive-quantized", PACKED_FORMAT),
+}
+STRATEGIES = {
+    "float": {"block": FP8_BLOCK, "channel": FP8_CHANNEL, "tensor": FP8_TENSOR},
+    "int": {"channel": INT8_CHANNEL},
+}
+"""For each type of weights, how files have them and what shares a scale."""
+CALIBRATION_ORDERS = ("weight", "static")
+"""Values of `actorder` that say in which order columns were calibrated; in the file they are where they belong."""
 ASKED = {"fp8": FP8_BLOCK, "fp8_channel": FP8_CHANNEL, "fp8_tensor": FP8_TENSOR, "int8": INT8_CHANNEL}
 """Scheme that each value of the `quantization` setting makes of unquantised experts."""
-
-FP8_FIELDS = ConfigFields(
-    honoured=frozenset(
-        {
-            "quant_method",
-            "activation_scheme",
-            "weight_block_size",
-            "modules_to_not_convert",
-            "ignored_layers",
-            "scale_fmt",
-        }
-    ),
-    refused={
-        "fmt": Refusal("e4m3", "no other FP8 type is read"),
-        "modules_to_convert": Refusal(None, "embeddings must not be quantised"),
-        "expert_dtype": Refusal("fp8", "experts in another type than the rest are not read"),
-    },
-    irrelevant={
-        "dequantize": "says how transformers keeps the weights; here the `quantization` setting does"
-    },
-)
-COMPRESSED_FIELDS = ConfigFields(
-    honoured=frozenset({"quant_method", "config_groups", "format", "ignore", "sparsity_config"}),
-    refused={
-        "kv_cache_scheme": Refusal(None, "the KV cache is not quantised"),
-        "transform_config": Refusal(None, "transformed weights are not read"),
-    },
-    irrelevant={
-        "dequantize": "says how transformers keeps the weights; here the `quantization` setting does",
-        "global_compression_ratio": "information only",
-        "quantization_status": "the types of the stored tensors show it",
-        "run_compressed": "an older name of `dequantize`",
-        "use_optimized_inference": "chooses a kernel, not a result",
-        "version": "information only",
-    },
-)
-GROUP_FIELDS = ConfigFields(
-    honoured=frozenset({"targets", "weights", "input_activations", "format"}),
-    refused={"output_activations": Refusal(None, "results of layers are not quantised")},
-)
-_NUMBER = {
-    "num_bits": Refusal(8, "only FP8 is read"),
-    "type": Refusal("float", "only FP8 is read"),
-    "symmetric": Refusal(True, "FP8 has no zero point"),
-    "actorder": Refusal(None, "columns are not reordered"),
-}
-_CALIBRATION = {
-    "observer": "calibration only",
-    "observer_kwargs": "calibration only",
-    "scale_dtype": "the types of the stored tensors show it",
-    "zp_dtype": "FP8 has no zero point",
-}
-WEIGHT_FIELDS = ConfigFields(
-    honoured=frozenset({"strategy", "block_structure"}),
-    refused=_NUMBER
-    | {
-        "dynamic": Refusal(False, "weights are quantised in the file"),
-        "group_size": Refusal(None, "scales of groups within a row are not read"),
-    },
-    irrelevant=_CALIBRATION,
-)
-ACTIVATION_FIELDS = ConfigFields(
-    honoured=frozenset({"dynamic"}),
-    refused=_NUMBER,
-    irrelevant=_CALIBRATION
-    | {
-        "strategy": "activations are kept, or quantised as the weights' scheme says",
-        "group_size": "activations are kept, or quantised as the weights' scheme says",
-        "block_structure": "activations are kept, or quantised as the weights' scheme says",
-    },
-)
 
 
 def stored_quantization(values: Mapping[str, Any], rules: WeightRules, spec: ModelSpec) -> StoredQuantization:
@@ -116,7 +63,7 @@ def stored_quantization(values: Mapping[str, Any], rules: WeightRules, spec: Mod
         return _compressed_tensors(values, experts)
     raise ConfigError(
         f"quantization_config.quant_method={values.get('quant_method')!r} is not supported; supported are"
-        f" {', '.join(METHODS)} (both with FP8 weights), and checkpoints that are not quantised"
+        f" {', '.join(METHODS)} (with FP8 weights; the latter with int8 too), and checkpoints that are not quantised"
     )
 
 
@@ -145,9 +92,9 @@ def with_expert_scheme(spec: ModelSpec, asked: str, device_type: str = "cpu") ->
 
 def _fp8(values: Mapping[str, Any], experts: Sequence[str]) -> StoredQuantization:
     where = "quantization_config"
-    _check_fields(values, FP8_FIELDS, where)
-    activations = _one_of(values, "activation_scheme", ("dynamic", "static"), "dynamic", where)
-    _one_of(values, "scale_fmt", ("float", "ue8m0"), "float", where)
+    check_fields(values, FP8_FIELDS, where)
+    activations = one_of(values, "activation_scheme", ("dynamic", "static"), "dynamic", where)
+    one_of(values, "scale_fmt", ("float", "ue8m0"), "float", where)
     block = values.get("weight_block_size")
     if block is not None and block != BLOCK:
         raise ConfigError(f"{where}.weight_block_size={block!r}: allowed are {BLOCK} and null (per tensor)")
@@ -163,75 +110,83 @@ def _fp8(values: Mapping[str, Any], experts: Sequence[str]) -> StoredQuantizatio
 
 def _compressed_tensors(values: Mapping[str, Any], experts: Sequence[str]) -> StoredQuantization:
     where = "quantization_config"
-    _check_fields(values, COMPRESSED_FIELDS, where)
-    _one_of(values, "format", FORMATS, None, where)
+    check_fields(values, COMPRESSED_FIELDS, where)
     sparsity = values.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
         raise ConfigError(f"{where}.sparsity_config.format={sparsity['format']!r}: allowed is dense")
     groups = values.get("config_groups") or {}
     if not groups:
         raise ConfigError(f"{where}.config_groups is missing or empty")
-    read = {name: _group(group, f"{where}.config_groups.{name}") for name, group in groups.items()}
-    schemes = {scheme for scheme, _ in read.values()}
-    if len(schemes) > 1:
-        named = ", ".join(f"{name}: {scheme.name}" for name, (scheme, _) in read.items())
+    read = {
+        name: _group(group, values.get("format"), f"{where}.config_groups.{name}")
+        for name, group in groups.items()
+    }
+    ways = {(group.scheme, group.packed) for group in read.values()}
+    if len(ways) > 1:
+        named = ", ".join(
+            f"{name}: {group.scheme.name}{' packed' if group.packed else ''}" for name, group in read.items()
+        )
         raise ConfigError(f"{where}.config_groups: all must quantise weights in one way, not {named}")
     targeted = _named_by([t for group in groups.values() for t in group["targets"]], where)
     ignored = _named_by(values.get("ignore") or [], where)
+    ((scheme, packed),) = ways
+    inputs = [group.inputs for group in read.values()]
     return StoredQuantization(
-        scheme=schemes.pop(),
+        scheme=scheme,
         scale_suffixes=("_scale",),
         experts=_all_or_none(experts, lambda name: targeted(name) and not ignored(name), where),
-        static_activations=any(inputs is not None and not inputs["dynamic"] for _, inputs in read.values()),
-        weights_only=all(inputs is None for _, inputs in read.values()),
+        packed=packed,
+        static_activations=any(i is not None and not i["dynamic"] for i in inputs),
+        weights_only=all(i is None for i in inputs),
     )
 
 
-def _group(group: Any, where: str) -> tuple[QuantScheme, Mapping[str, Any] | None]:
-    """A group's scheme of weights, and what it says of its inputs: None if they are not quantised."""
+class _Group(NamedTuple):
+    """What a group of `config_groups` says."""
+
+    scheme: QuantScheme
+    packed: bool
+    """Whether int8 values lie four to a word of int32."""
+    inputs: Mapping[str, Any] | None
+    """How activations are quantised; None if they are not."""
+
+
+def _group(group: Any, file_format: Any, where: str) -> _Group:
+    """file_format: of the whole file, for a group that names none."""
     if not isinstance(group, dict) or not isinstance(group.get("weights"), dict) or not group.get("targets"):
         raise ConfigError(f"{where}: must be an object with targets and weights")
-    _check_fields(group, GROUP_FIELDS, where)
-    _one_of(group, "format", FORMATS, FORMATS[0], where)
-    weights, inputs = group["weights"], group.get("input_activations")
-    _check_fields({"num_bits": 8, "type": "int", **weights}, WEIGHT_FIELDS, f"{where}.weights")
-    strategy = _one_of(weights, "strategy", tuple(STRATEGIES), None, f"{where}.weights")
-    block = weights.get("block_structure")
-    if block != (BLOCK if strategy == "block" else None):
-        raise ConfigError(
-            f"{where}.weights.block_structure={block!r}: must be {BLOCK} with strategy='block', else null"
-        )
+    check_fields(group, GROUP_FIELDS, where)
+    weights, inputs = {"num_bits": 8, "type": "int", **group["weights"]}, group.get("input_activations")
+    check_fields(weights, WEIGHT_FIELDS, f"{where}.weights")
+    kind = one_of(weights, "type", tuple(FORMATS), None, f"{where}.weights")
+    own = group.get("format")
+    stored_as = {"format": file_format if own is None else own}
+    when = f" with weights.type={kind!r}"
+    written = one_of(
+        stored_as, "format", FORMATS[kind], None, "quantization_config" if own is None else where, when
+    )
     if inputs is not None:
         inputs = {"num_bits": 8, "type": "int", "dynamic": False, **inputs}
-        _check_fields(inputs, ACTIVATION_FIELDS, f"{where}.input_activations")
-    return STRATEGIES[strategy], inputs
+        check_fields(inputs, ACTIVATION_FIELDS, f"{where}.input_activations")
+        one_of(inputs, "type", (kind,), None, f"{where}.input_activations", when)
+    return _Group(_scheme(weights, kind, f"{where}.weights"), written == PACKED_FORMAT, inputs)
 
 
-def _check_fields(values: Mapping[str, Any], fields: ConfigFields, where: str) -> None:
-    """Raise ConfigError on a field with a value that cannot be honoured, and on one that is not known."""
-    for name, value in values.items():
-        # What writers leave for "not set".
-        if name in fields.honoured or name in fields.irrelevant or value is None or value in ({}, []):
-            continue
-        refusal = fields.refused.get(name)
-        if refusal is None:
-            known = sorted({*fields.honoured, *fields.refused, *fields.irrelevant})
-            raise ConfigError(f"{where}.{name}={value!r} is not known; known are {', '.join(known)}")
-        if value != refusal.allowed:
-            raise ConfigError(
-                f"{where}.{name}={value!r} is not supported: {refusal.reason}; allowed is {refusal.allowed!r}"
-            )
-
-
-def _one_of(
-    values: Mapping[str, Any], name: str, allowed: Sequence[str], default: str | None, where: str
-) -> str:
-    value = values.get(name)
-    if value is None and default is not None:
-        return default
-    if value not in allowed:
-        raise ConfigError(f"{where}.{name}={value!r}: allowed are {', '.join(allowed)}")
-    return str(value)
+def _scheme(weights: Mapping[str, Any], kind: str, where: str) -> QuantScheme:
+    strategy = one_of(weights, "strategy", tuple(STRATEGIES[kind]), None, where, f" with type={kind!r}")
+    block, group_size = weights.get("block_structure"), weights.get("group_size")
+    if block != (BLOCK if strategy == "block" else None):
+        raise ConfigError(
+            f"{where}.block_structure={block!r}: must be {BLOCK} with strategy='block', else null"
+        )
+    # -1 is another word for a whole row.
+    if group_size is not None and (group_size, strategy) != (-1, "channel"):
+        raise ConfigError(
+            f"{where}.group_size={group_size!r} is not supported: scales of groups within a row are not read;"
+            " allowed is null, or -1 with strategy='channel'"
+        )
+    one_of(weights, "actorder", CALIBRATION_ORDERS, CALIBRATION_ORDERS[0], where)
+    return STRATEGIES[kind][strategy]
 
 
 def _expert_modules(rules: WeightRules, spec: ModelSpec) -> list[str]:

@@ -29,13 +29,15 @@ MLP_KINDS = ("dense", "moe")
 
 @dataclass(frozen=True, kw_only=True)
 class StoredQuantization:
-    """How a checkpoint stores its FP8 matrices: the payload under the matrix's name, its scale under a name beside it."""
+    """How a checkpoint stores its FP8 or int8 matrices: the payload under the matrix's name, its scale under a name beside it."""
 
     scheme: QuantScheme
     scale_suffixes: tuple[str, ...]
     """What a scale's name has after the matrix's; a checkpoint uses one of them."""
     experts: bool
-    """Whether the routed experts are FP8, all of them; other matrices show it by their type."""
+    """Whether the routed experts are quantised, all of them; other matrices show it by their type."""
+    packed: bool = False
+    """Whether int8 values lie four to a word of int32, see `weights.packed`."""
     static_activations: bool = False
     """Whether there are scales for activations, which are not used: activations are kept or quantised as they come."""
     weights_only: bool = False

@@ -1,7 +1,7 @@
 """Filling a decoder from a checkpoint folder: streamed, without the experts of other ranks, and checked.
 
-Tensors go straight from the file into the parameters that `Decoder` allocated; where the type differs, or FP8 is made or
-undone, through one small buffer (`reading`). So a rank's private memory stays at the weights it keeps.
+Tensors go straight from the file into the parameters that `Decoder` allocated; where the type differs, or FP8 or int8 is
+made or undone, through one small buffer (`reading`). So a rank's private memory stays at the weights it keeps.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.experts.router import route
 from moe_runtime.layers.ops import TORCH_OPS
 from moe_runtime.models.decoder import Decoder
+from moe_runtime.weights.packed import unpacked
 from moe_runtime.weights.reading import CHUNK_BYTES, WeightReader
 from moe_runtime.weights.rules import Copy, plan_copies
 from moe_runtime.weights.safetensors_file import StoredTensor, read_bytes, read_header
@@ -44,7 +45,7 @@ class LoadReport:
     """What loading read."""
 
     bytes_read: int
-    """Each counted once."""
+    """Of weights and scales, each counted once."""
     expert_bytes_read: int
     """Of them, bytes of routed experts."""
     bytes_in_checkpoint: int
@@ -84,7 +85,9 @@ def load_with_report(
     router: Router = route,
 ) -> tuple[Decoder, LoadReport]:
     """As `load_weights`, and what was read."""
-    stored = list_tensors(Path(model_dir))
+    listed = list_tensors(Path(model_dir))
+    packed = spec.stored is not None and spec.stored.packed
+    stored = unpacked(listed) if packed else listed
     rules = adapter.rules(spec)
     for copy, original in rules.copies:
         if copy in stored and original in stored:
@@ -97,8 +100,8 @@ def load_with_report(
     report = LoadReport(
         bytes_read=sum(copy.total_bytes for copy in copies),
         expert_bytes_read=sum(copy.total_bytes for copy in copies if copy.slot is not None),
-        bytes_in_checkpoint=sum(tensor.num_bytes for tensor in stored.values()),
-        num_tensors=len(stored),
+        bytes_in_checkpoint=sum(tensor.num_bytes for tensor in listed.values()),
+        num_tensors=len(listed),
     )
     read, total = report.bytes_read / 2**20, report.bytes_in_checkpoint / 2**20
     logger.info("read %.1f of %.1f MiB of weights from %s", read, total, model_dir)
@@ -219,7 +222,7 @@ def _read_all(decoder: Decoder, copies: Sequence[Copy], progress: Callable[[floa
 
 
 def _scale_rows(decoder: Decoder, copy: Copy) -> torch.Tensor | None:
-    """Where the scales of a matrix go, [rows, columns], if it is an expert's and kept in FP8."""
+    """Where the scales of a matrix go, [rows, columns], if it is an expert's and kept quantised."""
     if copy.slot is None or decoder.spec.expert_scheme is None:
         return None
     scale = decoder.get_parameter(copy.target + SCALE_SUFFIX)[copy.slot]

@@ -8,7 +8,8 @@ import torch
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.quantization import FP8, FP8_TENSOR
-from moe_runtime.weights.safetensors_file import DTYPES, FP8_DTYPES, read_bytes
+from moe_runtime.weights.packed import PACKED_INT8, packed_width, unpack_rows
+from moe_runtime.weights.safetensors_file import DTYPES, QUANTISED_DTYPES, read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 16 << 20
 FP8_CHUNK_BYTES = 4 << 20
-"""Read at once where FP8 is made or undone, which takes several float32 copies of what was read."""
+"""Read at once where FP8 or int8 is made or undone, which takes several float32 copies of what was read."""
 
 
 class WeightReader:
     """Fills parameters from the files of one checkpoint, which stay open until `stack` is closed."""
 
     def __init__(self, stack: ExitStack, stored: QuantScheme | None, kept: QuantScheme | None) -> None:
-        """stored: scheme of the FP8 tensors in the files. kept: scheme of the parameters that come with a scale."""
+        """stored: scheme of the quantised tensors in the files. kept: scheme of the parameters that come with a scale."""
         self._stack, self._stored, self._kept = stack, stored, kept
         self._descriptors: dict[Path, int] = {}
         self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
@@ -36,9 +37,13 @@ class WeightReader:
     def fill(self, copy: Copy, out: torch.Tensor, scale_out: torch.Tensor | None) -> None:
         """Fill `out`, contiguous rows of a parameter, converting to its type.
 
-        scale_out: where the scales go, float32 [rows, columns] of the kept scheme, if `out` is FP8.
+        scale_out: where the scales go, float32 [rows, columns] of the kept scheme, if `out` is quantised.
         """
-        if out.numel() * _dtype(copy).itemsize != copy.num_bytes:
+        packed = copy.tensor.dtype == PACKED_INT8
+        num_bytes = (
+            packed_width(out.shape[1]) * out.shape[0] if packed else out.numel() * _dtype(copy).itemsize
+        )
+        if num_bytes != copy.num_bytes:
             raise CheckpointError(f"{copy.tensor.name} does not fit {copy.target}")
         if copy.scale is None and scale_out is None:
             self._read_plain(copy, out)
@@ -47,7 +52,10 @@ class WeightReader:
         elif copy.scale is not None and scale_out is None:
             self._dequantize(copy, copy.scale, out)
         elif copy.scale is not None and scale_out is not None:
-            self._read_plain(copy, out)
+            if packed:
+                self._read_packed(copy, out)
+            else:
+                self._read_plain(copy, out)
             scale_out.copy_(self._read_scale(copy.scale).view(scale_out.shape))
         if scale_out is not None:
             _refuse_nan(copy, out, scale_out)
@@ -61,6 +69,10 @@ class WeightReader:
         for start in range(0, flat.numel(), step):
             part = flat[start : start + step]
             part.copy_(self._read(copy, start, part.numel()))
+
+    def _read_packed(self, copy: Copy, out: torch.Tensor) -> None:
+        for first, rows in self._row_chunks(copy, out.shape[1], 1):
+            out[first : first + rows.shape[0]] = rows
 
     def _dequantize(self, copy: Copy, scale: StoredScale, out: torch.Tensor) -> None:
         assert self._stored is not None
@@ -91,11 +103,12 @@ class WeightReader:
 
     def _row_chunks(self, copy: Copy, width: int, step: int) -> Iterator[tuple[int, torch.Tensor]]:
         """First row and rows [n, width] in the file's type, n a multiple of `step` but for the last; valid until the next."""
-        row_bytes = width * _dtype(copy).itemsize
-        size = max(step, FP8_CHUNK_BYTES // row_bytes // step * step)
+        stored_width = copy.num_bytes // copy.num_rows // _dtype(copy).itemsize
+        size = max(step, FP8_CHUNK_BYTES // (stored_width * _dtype(copy).itemsize) // step * step)
         for first in range(0, copy.num_rows, size):
             num_rows = min(size, copy.num_rows - first)
-            yield first, self._read(copy, first * width, num_rows * width).view(num_rows, width)
+            rows = self._read(copy, first * stored_width, num_rows * stored_width).view(num_rows, -1)
+            yield first, unpack_rows(rows, width) if copy.tensor.dtype == PACKED_INT8 else rows
 
     def _read(self, copy: Copy, start: int, count: int) -> torch.Tensor:
         """Values start..start+count-1 of a copy in the file's type; valid until the next call."""
@@ -111,7 +124,7 @@ class WeightReader:
         """float32, flat."""
         raw = torch.empty(scale.num_bytes, dtype=torch.uint8)
         read_bytes(self._file(scale.tensor.path), scale.offset, raw)
-        return raw.view((DTYPES | FP8_DTYPES)[scale.tensor.dtype]).float()
+        return raw.view((DTYPES | QUANTISED_DTYPES)[scale.tensor.dtype]).float()
 
     def _file(self, path: Path) -> int:
         if path not in self._descriptors:
@@ -131,4 +144,7 @@ def _refuse_nan(copy: Copy, payload: torch.Tensor, scale: torch.Tensor) -> None:
 
 
 def _dtype(copy: Copy) -> torch.dtype:
-    return (DTYPES | FP8_DTYPES)[copy.tensor.dtype]
+    """Of the file's values; packed ones are read as bytes."""
+    if copy.tensor.dtype == PACKED_INT8:
+        return torch.uint8
+    return (DTYPES | QUANTISED_DTYPES)[copy.tensor.dtype]

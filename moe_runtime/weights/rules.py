@@ -11,8 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.weights.safetensors_file import DTYPES, FP8_PAYLOAD, StoredTensor
-from moe_runtime.weights.scales import ACTIVATION_SCALES, StoredScale, find_scales, scale_names, scale_of_part
+from moe_runtime.weights.safetensors_file import DTYPES, FP8_PAYLOAD, INT8_PAYLOAD, StoredTensor
+from moe_runtime.weights.scales import (
+    ACTIVATION_SCALES,
+    StoredScale,
+    find_scales,
+    payload_dtype,
+    scale_names,
+    scale_of_part,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -66,7 +73,7 @@ class Copy:
     first_row: int
     num_rows: int
     scale: StoredScale | None = None
-    """Of a matrix stored in FP8."""
+    """Of a quantised matrix."""
 
     @property
     def total_bytes(self) -> int:
@@ -146,7 +153,11 @@ def _expand(rules: Iterable[WeightRule], spec: ModelSpec) -> dict[str, list[Piec
 
 def _check_names(known: set[str], stored: Mapping[str, StoredTensor], ignored: Iterable[str]) -> None:
     patterns = [re.compile(pattern) for pattern in ignored]
-    unknown = [name for name in stored if name not in known and not any(p.fullmatch(name) for p in patterns)]
+    unknown = [
+        tensor.name
+        for name, tensor in stored.items()
+        if name not in known and not any(p.fullmatch(name) for p in patterns)
+    ]
     if unknown:
         raise CheckpointError(f"the checkpoint has tensors this model does not know: {_some(unknown)}")
 
@@ -194,23 +205,31 @@ def _by_place(names: Mapping[str, list[Piece]]) -> dict[Place, list[Piece]]:
 
 def _check_tensor(tensor: StoredTensor, piece: Piece, quantization: StoredQuantization | None) -> None:
     where = f"{tensor.name} in {tensor.path}"
-    fp8, matrix = tensor.dtype == FP8_PAYLOAD, len(piece.shape) > 1
-    if fp8 and quantization is None:
+    payload = None if quantization is None else payload_dtype(quantization)
+    quantised, matrix = tensor.dtype == payload, len(piece.shape) > 1
+    if quantization is None and tensor.dtype in (FP8_PAYLOAD, INT8_PAYLOAD):
         raise CheckpointError(
             f"{where} is of type {tensor.dtype}, but config.json has no quantization_config that says how it is scaled"
         )
-    if tensor.dtype not in DTYPES and not (fp8 and matrix):
-        raise CheckpointError(f"{where} is of type {tensor.dtype}; supported are {', '.join(DTYPES)}")
-    expert_fp8 = quantization is not None and quantization.experts
-    if piece.place.expert is not None and fp8 != expert_fp8:
+    if tensor.dtype not in DTYPES and not (quantised and matrix):
+        supported = [*DTYPES, payload] if payload is not None and matrix else list(DTYPES)
+        raise CheckpointError(f"{where} is of type {tensor.dtype}; supported are {', '.join(supported)}")
+    if piece.place.expert is not None and quantised != (quantization is not None and quantization.experts):
         raise CheckpointError(
             f"{where} is of type {tensor.dtype}, but quantization_config in config.json says that the experts are"
-            f" {'FP8' if expert_fp8 else 'not quantised'}"
+            f" {_named(quantization)}"
         )
     if tensor.shape != piece.shape:
         raise CheckpointError(
             f"{where} has shape {list(tensor.shape)}, but the configuration asks for {list(piece.shape)}"
         )
+
+
+def _named(quantization: StoredQuantization | None) -> str:
+    """How the experts are stored, for messages."""
+    if quantization is None or not quantization.experts:
+        return "not quantised"
+    return quantization.scheme.payload_name + (", packed into words" if quantization.packed else "")
 
 
 def _copy(

@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 # The format's own limit; a larger number means that the file is not safetensors.
 MAX_HEADER_BYTES = 100_000_000
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-FP8_PAYLOAD = "F8_E4M3"
-FP8_DTYPES = {FP8_PAYLOAD: torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
+FP8_PAYLOAD, INT8_PAYLOAD = "F8_E4M3", "I8"
+QUANTISED_DTYPES = {
+    FP8_PAYLOAD: torch.float8_e4m3fn,
+    INT8_PAYLOAD: torch.int8,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 """Of quantised weights and of scales that are powers of two."""
 # Bits, for the size check of tensors whose type cannot be loaded.
 BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16}

@@ -1,4 +1,4 @@
-"""Scales of FP8 matrices in a checkpoint: which tensor holds those of which matrix, and where in it."""
+"""Scales of FP8 and int8 matrices in a checkpoint: which tensor holds those of which matrix, and where in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.weights.safetensors_file import FP8_PAYLOAD
+from moe_runtime.quantization import FP8
+from moe_runtime.weights.packed import PACKED_INT8
+from moe_runtime.weights.safetensors_file import FP8_PAYLOAD, INT8_PAYLOAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,6 +31,13 @@ class StoredScale:
     num_bytes: int
 
 
+def payload_dtype(quantization: StoredQuantization) -> str:
+    """Type of the tensors that have scales."""
+    if quantization.scheme.payload == FP8:
+        return FP8_PAYLOAD
+    return PACKED_INT8 if quantization.packed else INT8_PAYLOAD
+
+
 def scale_names(matrices: Iterable[str], quantization: StoredQuantization | None) -> set[str]:
     """Every name that scales of these tensors may have."""
     if quantization is None:
@@ -41,21 +50,22 @@ def find_scales(
     matrices: Mapping[str, tuple[tuple[int, ...], int]],
     quantization: StoredQuantization | None,
 ) -> dict[str, StoredTensor]:
-    """The scales of every FP8 tensor among `matrices`, by its name.
+    """The scales of every quantised tensor among `matrices`, by its name.
 
     matrices: shape, and number of matrices whose rows follow one another in it. Raises CheckpointError naming scales that are
-    missing, there twice, of another shape or type than the scheme's, or of a tensor that is not FP8.
+    missing, there twice, of another shape or type than the scheme's, or of a tensor that is not quantised.
     """
     found: dict[str, StoredTensor] = {}
     missing: list[str] = []
     if quantization is None:
         return found
+    payload = payload_dtype(quantization)
     for name, (shape, parts) in matrices.items():
         names = [name + suffix for suffix in quantization.scale_suffixes if name + suffix in stored]
-        if stored[name].dtype != FP8_PAYLOAD:
+        if stored[name].dtype != payload:
             if names:
                 raise CheckpointError(
-                    f"{names[0]} has scales of {name}, which is of type {stored[name].dtype}, not {FP8_PAYLOAD}"
+                    f"{names[0]} has scales of {name}, which is of type {stored[name].dtype}, not {payload}"
                 )
             continue
         if len(names) > 1:
@@ -67,7 +77,8 @@ def find_scales(
         _check(found[name], quantization.scheme, shape, parts)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f"the checkpoint lacks scales of FP8 tensors: {min(missing)}{more}")
+        kind = quantization.scheme.payload_name
+        raise CheckpointError(f"the checkpoint lacks scales of {kind} tensors: {min(missing)}{more}")
     return found
 
 

@@ -22,8 +22,9 @@ from moe_runtime.models.registry import load_spec
 from moe_runtime.triton_support.fp8_rows import quantize_rows
 from moe_runtime.weights.demo_model import demo_model_path
 from moe_runtime.weights.loader import load_weights
+from tests.helpers.checkpoint_files import FILE, reference
 from tests.helpers.engine_ranks import Builder, Output, Script, check_same, config, run_engine
-from tests.helpers.fp8_checkpoints import FILE, FORMATS, write_fp8
+from tests.helpers.fp8_checkpoints import FORMATS, write_fp8
 from tests.helpers.parity import check_greedy
 from tests.helpers.run_decoder import logprobs_with_cpu_experts
 from tests.helpers.spawn import run_ranks
@@ -56,8 +57,7 @@ def write(family: str, name: str, folder: Path, seed: int) -> tuple[Path, Path]:
 
 
 def check(plain: Path, outputs: list[RequestOutput]) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
-    model.set_experts_implementation("eager")
+    model = reference(plain)
     for output in outputs:
         check_greedy(lambda ids, first: reference_logprobs(model, ids)[first:], output, 16)
 

@@ -1,6 +1,6 @@
 """FP8 checkpoints as the hub has them, made of unquantised ones, and the same weights dequantised for transformers.
 
-Quantised and dequantised here block by block in plain loops, so that the package's own arithmetic is not its own witness.
+int8 ones are in `int8_checkpoints`. Quantised and dequantised here block by block in plain loops, so that the package's own arithmetic is not its own witness.
 """
 
 from __future__ import annotations
@@ -16,18 +16,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.helpers.checkpoint_files import FILE
 
-FILE = "model.safetensors"
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
 LINEAR = re.compile(r".*\.(\w+_proj|w[123])\.weight")
 """Routers, gates of shared experts, embeddings and heads stay as they are, as in the hub's files."""
 FP8 = torch.float8_e4m3fn
 
 
-def compressed(strategy: str, inputs: dict[str, Any] | None, ignore: list[str]) -> dict[str, Any]:
-    """A `quantization_config` as LLM Compressor writes it."""
-    number: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "actorder": None}
+def compressed(
+    strategy: str,
+    inputs: dict[str, Any] | None,
+    ignore: list[str],
+    kind: str = "float",
+    file_format: str = "",
+) -> dict[str, Any]:
+    """A `quantization_config` as LLM Compressor writes it; by default in the format that it takes for FP8."""
+    number: dict[str, Any] = {"num_bits": 8, "type": kind, "symmetric": True, "actorder": None}
     number |= {"observer_kwargs": {}, "scale_dtype": None, "zp_dtype": None}
     weights = number | {"strategy": strategy, "dynamic": False, "group_size": None, "observer": "minmax"}
     weights["block_structure"] = [128, 128] if strategy == "block" else None
@@ -35,7 +42,7 @@ def compressed(strategy: str, inputs: dict[str, Any] | None, ignore: list[str]) 
     group["input_activations"] = None if inputs is None else number | inputs
     return {
         "config_groups": {"group_0": group},
-        "format": "naive-quantized" if inputs is None else "float-quantized",
+        "format": file_format or ("naive-quantized" if inputs is None else "float-quantized"),
         "global_compression_ratio": None,
         "ignore": ignore,
         "kv_cache_scheme": None,
@@ -125,6 +132,28 @@ def quantise(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Te
 
 def write_fp8(folder: Path, form: Format, target: Path, plain: Path) -> None:
     """From a checkpoint of one file: the same in FP8 to `target`, and its dequantised values to `plain`."""
+
+    def stored(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        payload, scale, values = quantise(weight, form)
+        if form.block == "tensor":
+            scale = scale.view(form.scalar_shape)
+        extra = {f"{name.removesuffix('weight')}{e}": value.clone() for e, value in form.extra.items()}
+        return {name: payload, name + form.suffix: scale, **extra}, values
+
+    write_quantised(folder, form.config, target, plain, stored)
+
+
+def write_quantised(
+    folder: Path,
+    config: dict[str, Any],
+    target: Path,
+    plain: Path,
+    stored: Callable[[str, torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor]],
+) -> None:
+    """From a checkpoint of one file: with its linear layers as `stored` has them, and with the values that those stand for.
+
+    stored: from the name and the values of a matrix to what the file has instead, and to the values that it stands for.
+    """
     for path in (target, plain):
         shutil.copytree(folder, path)
     quantised: dict[str, torch.Tensor] = {}
@@ -133,14 +162,10 @@ def write_fp8(folder: Path, form: Format, target: Path, plain: Path) -> None:
         if not LINEAR.fullmatch(name):
             quantised[name] = dequantised[name] = tensor
             continue
-        quantised[name], scale, values = quantise(tensor.float(), form)
-        if form.block == "tensor":
-            scale = scale.view(form.scalar_shape)
-        quantised[name + form.suffix] = scale
+        tensors, values = stored(name, tensor.float())
+        quantised |= tensors
         dequantised[name] = values.to(tensor.dtype)
-        for extra, value in form.extra.items():
-            quantised[f"{name.removesuffix('weight')}{extra}"] = value.clone()
     save_file(quantised, target / FILE)
     save_file(dequantised, plain / FILE)
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"quantization_config": form.config}))
+    own = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(own | {"quantization_config": config}))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -19,16 +18,15 @@ from moe_runtime.config import EngineConfig
 from moe_runtime.engine.model_runner import step_bytes
 from moe_runtime.errors import CheckpointError, ConfigError
 from moe_runtime.experts.cpu import DEQUANT_TILE
-from moe_runtime.models.decoder import Decoder
 from moe_runtime.models.quantized import with_expert_scheme
 from moe_runtime.models.registry import load_spec
 from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL
-from moe_runtime.weights.loader import LoadReport, load_with_report, weight_bytes
-from tests.helpers.fp8_checkpoints import FILE, FORMATS, write_fp8
+from moe_runtime.weights.loader import weight_bytes
+from tests.helpers.checkpoint_files import FILE, Tensors, drop, edit, load, put, reference
+from tests.helpers.fp8_checkpoints import FORMATS, write_fp8
 from tests.helpers.run_decoder import logprobs_with_cpu_experts
 from tests.helpers.tiny_models import FAMILIES, make_tiny, reference_logprobs
 
-Tensors = dict[str, torch.Tensor]
 # Two blocks each way, the second one not whole.
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -57,30 +55,6 @@ def write(family: str, name: str, folder: Path, seed: int, **changes: Any) -> tu
     make_tiny(family, folder / "source", seed, **(sizes(family) | changes))
     write_fp8(folder / "source", FORMATS[name], folder / "fp8", folder / "plain")
     return folder / "fp8", folder / "plain"
-
-
-def load(
-    folder: Path,
-    quantization: str = "auto",
-    local_experts: list[list[int]] | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Decoder, LoadReport]:
-    spec, adapter = load_spec(folder)
-    spec = with_expert_scheme(spec, quantization)
-    held = local_experts or [list(range(spec.num_experts))] * spec.num_moe_layers
-    return load_with_report(folder, spec, adapter, held, dtype, "cpu")
-
-
-def edit(folder: Path, change: Callable[[Tensors], Any]) -> None:
-    tensors = load_file(folder / FILE)
-    change(tensors)
-    save_file(tensors, folder / FILE)
-
-
-def reference(plain: Path) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
-    model.set_experts_implementation("eager")
-    return model
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
@@ -305,14 +279,6 @@ def test_what_int8_has_no_code_for_is_refused(bad: float, tmp_path: Path, seed: 
     edit(tmp_path, lambda tensors: tensors[expert].fill_(bad))
     with pytest.raises(CheckpointError, match=rf"{expert} in .* holds NaN or infinity"):
         load(tmp_path, "int8")
-
-
-def drop(name: str) -> Callable[[Tensors], Any]:
-    return lambda tensors: tensors.pop(name)
-
-
-def put(name: str, value: torch.Tensor) -> Callable[[Tensors], Any]:
-    return lambda tensors: tensors.update({name: value})
 
 
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"

@@ -11,31 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from moe_runtime.errors import CheckpointError
-from moe_runtime.models.decoder import Decoder
 from moe_runtime.models.registry import load_spec
-from moe_runtime.weights.loader import LoadReport, load_weights, load_with_report
+from moe_runtime.weights.loader import load_weights
+from tests.helpers.checkpoint_files import FILE, Tensors, drop, edit, load, put
 from tests.helpers.tiny_models import FAMILIES, make_tiny
-
-Tensors = dict[str, torch.Tensor]
-FILE = "model.safetensors"
-
-
-def load(
-    folder: Path, local_experts: list[list[int]] | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[Decoder, LoadReport]:
-    spec, adapter = load_spec(folder)
-    held = local_experts or [list(range(spec.num_experts))] * spec.num_moe_layers
-    return load_with_report(folder, spec, adapter, held, dtype, "cpu")
-
-
-def edit(folder: Path, change: Callable[[Tensors], Any]) -> None:
-    """Rewrite the checkpoint's only file."""
-    tensors = load_file(folder / FILE)
-    change(tensors)
-    save_file(tensors, folder / FILE)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["hub", "fused"])
@@ -49,7 +31,7 @@ def test_a_rank_reads_only_its_experts(family: str, fused: bool, tmp_path: Path,
     for _ in spec.moe_layers:
         held = draw.sample(range(spec.num_experts), spec.num_experts // 2)
         local.append([*held[:1], -1, *held[1:]])
-    decoder, report = load(tmp_path, local)
+    decoder, report = load(tmp_path, local_experts=local)
     for mlp, layer, experts in zip(decoder.moe_mlps(), spec.moe_layers, local, strict=True):
         expected = model.model.layers[layer].mlp.experts
         for slot, expert in enumerate(experts):
@@ -71,7 +53,7 @@ def test_bytes_of_other_experts_are_never_touched(tmp_path: Path, seed: int) -> 
     make_tiny("mixtral", tmp_path, seed, fused=True)
     spec, _ = load_spec(tmp_path)
     local = [[1, 2]] * spec.num_moe_layers
-    before, _ = load(tmp_path, local)
+    before, _ = load(tmp_path, local_experts=local)
 
     def spoil(tensors: Tensors) -> None:
         for name, tensor in tensors.items():
@@ -79,7 +61,7 @@ def test_bytes_of_other_experts_are_never_touched(tmp_path: Path, seed: int) -> 
                 tensor[0], tensor[3:] = float("nan"), float("nan")
 
     edit(tmp_path, spoil)
-    after, _ = load(tmp_path, local)
+    after, _ = load(tmp_path, local_experts=local)
     for (name, a), (_, b) in zip(before.named_parameters(), after.named_parameters(), strict=True):
         assert torch.equal(a, b), name
 
@@ -118,14 +100,6 @@ def test_shards_and_progress(tmp_path: Path, seed: int) -> None:
     assert (seen[0], seen[-1]) == (0.0, 1.0)
 
 
-def drop(name: str) -> Callable[[Tensors], Any]:
-    return lambda tensors: tensors.pop(name)
-
-
-def put(name: str, value: torch.Tensor) -> Callable[[Tensors], Any]:
-    return lambda tensors: tensors.update({name: value})
-
-
 EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
 
 
@@ -141,7 +115,7 @@ EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
         (put("model.layers.0.mlp.extra.weight", torch.ones(2)), r"does not know: .*mlp\.extra\.weight$"),
         (put("model.layers.9.input_layernorm.weight", torch.ones(2)), r"does not know: model\.layers\.9"),
         (put(EXPERT, torch.ones(3, 5)), rf"{re.escape(EXPERT)} .*has shape \[3, 5\], but"),
-        (put(EXPERT, torch.ones(3, 5, dtype=torch.int8)), rf"{re.escape(EXPERT)} .*type I8; supported"),
+        (put(EXPERT, torch.ones(3, 5, dtype=torch.int16)), rf"{re.escape(EXPERT)} .*type I16; supported"),
         (put(EXPERT, torch.ones(3, 5).to(torch.float8_e4m3fn)), "F8_E4M3"),
         (put("model.layers.0.mlp.experts.down_proj", torch.ones(1)), "holds the same weights twice"),
     ],
@@ -153,7 +127,7 @@ def test_coverage(change: Callable[[Tensors], Any], message: str, tmp_path: Path
     spec, _ = load_spec(tmp_path)
     for held in ([0], [2], [-1]):
         with pytest.raises(CheckpointError, match=message):
-            load(tmp_path, [held] * spec.num_moe_layers)
+            load(tmp_path, local_experts=[held] * spec.num_moe_layers)
 
 
 def test_transposed_tensor(tmp_path: Path, seed: int) -> None:
