@@ -5,6 +5,7 @@ How tokens travel is chosen in backends_dispatch.py.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -168,6 +169,20 @@ def make_layer_ops(
     if choice.name == "cpu_native":
         return NativeOps(native), choice
     return TritonOps(config.deterministic) if choice.name == "triton" else TORCH_OPS, choice
+
+
+def choose_dense_weights(
+    spec: ModelSpec, ops: LayerOps, dtype: torch.dtype, *, log: bool
+) -> tuple[ModelSpec, list[Choice]]:
+    """The spec with dense layers as `ops` can have them, and where they might be quantised, what was chosen."""
+    if spec.dense_scheme is None:
+        return spec, []
+    if ops.takes_int8:
+        kept = " but for the head, which is the embedding" if spec.tie_word_embeddings else ""
+        return spec, [tell(Choice("dense_weights", spec.dense_scheme.name, "asked for" + kept), log)]
+    why = f"layer_backend {ops.name} has no {spec.dense_scheme.payload_name} products"
+    name = str(dtype).removeprefix("torch.")
+    return dataclasses.replace(spec, dense_scheme=None), [tell(Choice("dense_weights", name, why), log)]
 
 
 def choose_attention(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, topology: Topology) -> Choice:

@@ -175,6 +175,9 @@ class RankBuilder:
         self.replica_split = asked if kept else replicas.name
         self.router, router = backends.make_router(self.config, self.topology)
         self.ops, ops = backends.make_layer_ops(*what)
+        self.spec, dense = backends.choose_dense_weights(
+            self.spec, self.ops, self.dtype, log=self.topology.rank == 0
+        )
         overlap = backends_dispatch.choose_overlap(self.config, self.topology)
         self.overlap = OverlapModel(overlap.name, log=self.topology.rank == 0)
         self.attention_choice = backends.choose_attention(*what)
@@ -192,7 +195,7 @@ class RankBuilder:
         graphs = backends.Choice("cuda_graphs", str(self.graph_sizes), self.graph_sizes.why)
         self.choices = [dispatcher, payload, replicas, kernel, router, ops, overlap]
         self.choices += [self.attention_choice, backends.tell(graphs, log)]
-        self.choices += backends.choose_activations(self.spec, self.dtype, log=log)
+        self.choices += dense + backends.choose_activations(self.spec, self.dtype, log=log)
 
     def reserve(self) -> None:
         """The KV cache."""

@@ -26,7 +26,7 @@ class _LinearCall(ctypes.Structure):
     """LinearCall of native/dense.cpp, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "w", "bias", "out")),
+        *((name, ctypes.c_void_p) for name in ("x", "w", "scales", "bias", "out")),
         *((name, ctypes.c_int64) for name in ("rows", "x_stride", "depth", "columns")),
         ("num_threads", ctypes.c_int32),
     )
@@ -60,21 +60,28 @@ class NativeOps(TorchOps):
             return f"{dtype} is not bfloat16"
         return native.problem
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See LayerOps."""
         columns, depth = weight.shape
         num_rows = x.numel() // depth if depth else 0
-        matrices = [weight] if bias is None else [weight, bias]
-        plain = x.dtype == torch.bfloat16 and all(m.dtype == x.dtype and m.is_contiguous() for m in matrices)
+        stored = torch.bfloat16 if scale is None else torch.int8
+        wanted = [(x, torch.bfloat16), (weight, stored), (bias, torch.bfloat16), (scale, torch.float32)]
+        plain = all(m is None or (m.dtype == dtype and (m is x or m.is_contiguous())) for m, dtype in wanted)
         if not plain or not num_rows or num_rows > self.max_rows:
-            return super().linear(x, weight, bias)
+            return super().linear(x, weight, bias, scale)
         x_RD = x.reshape(num_rows, depth)
         if x_RD.stride(1) != 1:
             x_RD = x_RD.contiguous()
         out = x.new_empty(*x.shape[:-1], columns)
         call = _LinearCall(
-            x_RD.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
-            num_rows, x_RD.stride(0), depth, columns, torch.get_num_threads(),
+            x_RD.data_ptr(), weight.data_ptr(), _pointer(scale), _pointer(bias), out.data_ptr(), num_rows,
+            x_RD.stride(0), depth, columns, torch.get_num_threads(),
         )  # fmt: skip
         self._library().moe_runtime_linear(ctypes.addressof(call))
         return out
@@ -100,8 +107,7 @@ class NativeOps(TorchOps):
         rows = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
         total, out = (x if delta is None else torch.empty_like(delta)), x.new_empty(x.shape)
         call = _NormCall(
-            rows.data_ptr(), None if delta is None else delta.data_ptr(), weight.data_ptr(), total.data_ptr(),
-            out.data_ptr(), *rows.shape[:2], *rows.stride()[:2], rows.shape[2], eps, torch.get_num_threads(),
+            rows.data_ptr(), _pointer(delta), weight.data_ptr(), total.data_ptr(), out.data_ptr(), *rows.shape[:2], *rows.stride()[:2], rows.shape[2], eps, torch.get_num_threads(),
         )  # fmt: skip
         self._library().moe_runtime_norm(ctypes.addressof(call))
         return total, out
@@ -109,3 +115,7 @@ class NativeOps(TorchOps):
     def _library(self) -> ctypes.CDLL:
         assert self.native.library is not None, self.native.problem
         return self.native.library
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

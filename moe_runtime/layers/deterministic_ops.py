@@ -26,6 +26,7 @@ class DeterministicOps:
     """LayerOps; see there. The number of workers changes no result."""
 
     name = "deterministic"
+    takes_int8 = False
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
@@ -39,8 +40,15 @@ class DeterministicOps:
             return f"{dtype} is not one of float32, bfloat16, float16"
         return None
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See LayerOps."""
+        assert scale is None, "see takes_int8"
         return invariant.linear(x, weight, bias, self.workers)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

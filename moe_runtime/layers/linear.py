@@ -9,6 +9,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from moe_runtime.layers.ops import LayerOps
+    from moe_runtime.quantization import QuantScheme
 
 
 def weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
@@ -17,7 +18,7 @@ def weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Pa
 
 
 class Linear(nn.Module):
-    """y = x W^T + b with W of [out, in]."""
+    """y = x W^T + b with W of [out, in], in the model's dtype or as a scheme that `ops` takes stores it."""
 
     def __init__(
         self,
@@ -27,15 +28,21 @@ class Linear(nn.Module):
         device: torch.device | str,
         ops: LayerOps,
         bias: bool = False,
+        scheme: QuantScheme | None = None,
     ) -> None:
         super().__init__()
         self.ops = ops
-        self.weight = weight(out_features, in_features, dtype=dtype, device=device)
+        stored = dtype if scheme is None else scheme.payload
+        self.weight = weight(out_features, in_features, dtype=stored, device=device)
+        self.weight_scale: nn.Parameter | None = None
+        if scheme is not None:
+            shape = scheme.scale_shape(out_features, in_features)
+            self.weight_scale = weight(*shape, dtype=torch.float32, device=device)
         self.bias = weight(out_features, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (..., in); returns (..., out) in the same dtype."""
-        return self.ops.linear(x, self.weight, self.bias)
+        return self.ops.linear(x, self.weight, self.bias, self.weight_scale)
 
 
 class GatedMlp(nn.Module):
@@ -49,10 +56,11 @@ class GatedMlp(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         ops: LayerOps,
+        scheme: QuantScheme | None = None,
     ) -> None:
         super().__init__()
-        self.gate_up = Linear(hidden, 2 * intermediate, dtype, device, ops)
-        self.down = Linear(intermediate, hidden, dtype, device, ops)
+        self.gate_up = Linear(hidden, 2 * intermediate, dtype, device, ops, scheme=scheme)
+        self.down = Linear(intermediate, hidden, dtype, device, ops, scheme=scheme)
         self.activation, self.ops = activation, ops
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:

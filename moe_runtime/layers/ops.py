@@ -12,19 +12,34 @@ import torch
 from torch.nn import functional as F
 
 from moe_runtime.layers.activation import expert_activation
-from moe_runtime.quantization import pack_rows
+from moe_runtime.quantization import INT8_CHANNEL, pack_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+INT8_TILE = 1 << 18
+"""Values of an int8 matrix brought back to the model's dtype at once, about: few enough to stay in a cache until they are multiplied."""
 
 
 class LayerOps(Protocol):
     """All results have the dtype of the first argument. T may be 0."""
 
     name: str
+    takes_int8: bool
+    """Whether `linear` takes int8 weights."""
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x: (..., in), weight: (out, in). Returns (..., out)."""
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x: (..., in), weight: (out, in). Returns (..., out).
+
+        scale: float32 (out, 1), only if `takes_int8`: the weight is int8, and stands for itself times the scale (INT8_CHANNEL).
+        """
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -63,10 +78,26 @@ class TorchOps:
     """Each operation as torch has it; any device."""
 
     name = "torch"
+    takes_int8 = True
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """See LayerOps."""
-        return F.linear(x, weight, bias)
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See LayerOps. int8 is brought back to x's dtype and multiplied, some output channels after the other."""
+        if scale is None:
+            return F.linear(x, weight, bias)
+        num_out, num_in = weight.shape
+        out = x.new_empty(*x.shape[:-1], num_out)
+        height = max(1, INT8_TILE // max(1, num_in))
+        for first in range(0, num_out, height):
+            tile = slice(first, first + height)
+            values = INT8_CHANNEL.dequantize(weight[tile], scale[tile]).to(x.dtype)
+            out[..., tile] = F.linear(x, values, None if bias is None else bias[tile])
+        return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See LayerOps. Statistics in float32, as transformers has them."""

@@ -30,6 +30,7 @@ class TritonOps:
     """See the module and LayerOps. Works where `triton_problem` is None."""
 
     name = "triton"
+    takes_int8 = False
 
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
@@ -41,8 +42,15 @@ class TritonOps:
             return f"{dtype} is not one of float32, bfloat16, float16"
         return activation_problem(activation) or triton_problem(device_type)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See LayerOps."""
+        assert scale is None, "see takes_int8"
         return (triton_dense.linear if self.deterministic else F.linear)(x, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -44,8 +44,9 @@ class Attention(nn.Module):
         self.layer, self.head_dim, self.clip = layer, spec.head_dim, spec.clip_qkv
         self.q_width, self.kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         rows = self.q_width + 2 * self.kv_width
-        self.qkv = Linear(spec.hidden_size, rows, dtype, device, ops, spec.qkv_bias)
-        self.out = Linear(self.q_width, spec.hidden_size, dtype, device, ops, spec.attention_out_bias)
+        scheme = spec.dense_scheme
+        self.qkv = Linear(spec.hidden_size, rows, dtype, device, ops, spec.qkv_bias, scheme)
+        self.out = Linear(self.q_width, spec.hidden_size, dtype, device, ops, spec.attention_out_bias, scheme)
         self.norm_per_head = spec.qk_norm == "head"
         self.q_norm: RmsNorm | None = None
         self.k_norm: RmsNorm | None = None
@@ -116,8 +117,12 @@ class MoeMlp(nn.Module):
             gate_up, down = self.scheme.scale_shape(inner, hidden), self.scheme.scale_shape(hidden, inner)
             self.gate_up_scale = weight(num_slots, 2, *gate_up, dtype=torch.float32, device=device)
             self.down_scale = weight(num_slots, *down, dtype=torch.float32, device=device)
-        self.shared_expert = GatedMlp(hidden, shared, spec.activation, dtype, device, ops) if shared else None
-        self.shared_expert_gate = Linear(hidden, 1, dtype, device, ops) if shared else None
+        self.shared_expert: GatedMlp | None = None
+        self.shared_expert_gate: Linear | None = None
+        if shared:
+            dense = spec.dense_scheme
+            self.shared_expert = GatedMlp(hidden, shared, spec.activation, dtype, device, ops, dense)
+            self.shared_expert_gate = Linear(hidden, 1, dtype, device, ops)
 
     def expert_weights(self) -> ExpertWeights:
         """The slots' weights; the tensors themselves, not copies."""
@@ -248,13 +253,14 @@ class Decoder(nn.Module):
             if layer in slots:
                 mlp = MoeMlp(spec, *slots[layer], dtype, device, ops, router)
             else:
-                mlp = GatedMlp(
-                    spec.hidden_size, spec.dense_intermediate_size, spec.activation, dtype, device, ops
-                )
+                sizes = spec.hidden_size, spec.dense_intermediate_size
+                mlp = GatedMlp(*sizes, spec.activation, dtype, device, ops, spec.dense_scheme)
             self.layers.append(DecoderLayer(spec, layer, mlp, dtype, device, ops))
         self.norm = RmsNorm(spec.hidden_size, spec.norm_eps, dtype, device, ops)
-        tied = spec.tie_word_embeddings
-        self.head = None if tied else Linear(spec.hidden_size, spec.vocab_size, dtype, device, ops)
+        self.head: Linear | None = None
+        if not spec.tie_word_embeddings:
+            table = spec.hidden_size, spec.vocab_size
+            self.head = Linear(*table, dtype, device, ops, scheme=spec.dense_scheme)
 
     def moe_mlps(self) -> tuple[MoeMlp, ...]:
         """The MoE layers in order, for those who read or replace expert weights between steps."""
@@ -284,5 +290,5 @@ class Decoder(nn.Module):
                     stream.under_way.compute()
         x_BD, delta_BD = (torch.cat(rows) for rows in zip(*(s.wanted() for s in streams), strict=True))
         _, normed = self.norm.after_adding(x_BD, delta_BD)
-        head = self.embedding.weight if self.head is None else self.head.weight
-        return self.ops.linear(normed, head).float()
+        logits = self.ops.linear(normed, self.embedding.weight) if self.head is None else self.head(normed)
+        return logits.float()

@@ -87,6 +87,8 @@ class ModelSpec:
     """How the checkpoint is quantised, if it is."""
     expert_scheme: QuantScheme | None = None
     """How the routed experts are kept in memory; None: in the model's dtype."""
+    dense_scheme: QuantScheme | None = None
+    """How attention, shared experts, dense MLPs and an untied head are: None, or the experts' scheme."""
     quantize_activations: bool = False
     """Whether the experts' activations are rounded to FP8 too; see `experts.base`."""
 
@@ -116,6 +118,7 @@ class ModelSpec:
             )
         assert len(self.sliding_windows) == len(self.mlp_kinds) == self.num_layers
         assert self.qk_norm in QK_NORMS
+        assert self.dense_scheme in (None, self.expert_scheme)
         assert set(self.mlp_kinds) <= set(MLP_KINDS)
 
     def to_json(self) -> str:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <vector>
 
 #include <omp.h>
 
@@ -12,7 +13,8 @@
 // out = x w^T + bias. Sizes in elements.
 struct LinearCall {
     const bf16 *x;       // rows of depth values, x_stride apart
-    const bf16 *w;       // [columns, depth]
+    const void *w;       // [columns, depth]: int8 if there are scales, else bf16
+    const float *scales; // [columns], or null
     const bf16 *bias;    // [columns], or null
     bf16 *out;           // [rows, columns]
     int64_t rows, x_stride, depth, columns;
@@ -35,9 +37,9 @@ namespace {
 
 constexpr int64_t VALUES_PER_THREAD = 16384;  // Of a norm; with fewer, another thread takes longer to come than to do it.
 
-void linear_block(const LinearCall &call, int64_t column, int64_t columns) {
+template <typename W>
+void linear_rows(const LinearCall &call, int64_t column, int64_t columns, const Rows<W> &w) {
     alignas(64) float found[TILE_ROWS * MAX_BLOCK];
-    Rows<bf16> w = {call.w + column * call.depth, call.depth, nullptr, 1, 0, column};
     for (int64_t done = 0; done < call.rows; done += TILE_ROWS) {
         int64_t rows = std::min(TILE_ROWS, call.rows - done);
         const bf16 *x[TILE_ROWS];
@@ -47,6 +49,24 @@ void linear_block(const LinearCall &call, int64_t column, int64_t columns) {
             for (int64_t c = 0; c < columns; c++)
                 call.out[(done + r) * call.columns + column + c] = narrow(found[r * MAX_BLOCK + c]);
     }
+}
+
+template <typename W>
+void linear_block(const LinearCall &call, int64_t column, int64_t columns) {
+    Rows<W> w = {(const W *)call.w + column * call.depth, call.depth, call.scales, 1, call.scales ? 1 : 0, column};
+    if (sizeof(W) == sizeof(bf16) || call.rows <= TILE_ROWS) return linear_rows(call, column, columns, w);
+    static thread_local std::vector<bf16> values;
+    linear_rows(call, column, columns, widened(w, columns, values));
+}
+
+template <typename W>
+void linear(const LinearCall &call) {
+    int64_t block = block_of(call.columns, call.depth * sizeof(W), 1, call.num_threads);
+    int64_t blocks = (call.columns + block - 1) / block;
+    std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(std::max<int64_t>(1, std::min<int64_t>(call.num_threads, blocks)))
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < blocks;)
+        linear_block<W>(call, i * block, std::min(block, call.columns - i * block));
 }
 
 // Partial sums of WIDTH values each, so that the order does not depend on the CPU.
@@ -76,13 +96,7 @@ void norm_row(const NormCall &call, int64_t row) {
 }  // namespace
 
 extern "C" int64_t moe_runtime_linear(const LinearCall *given) {
-    const LinearCall &call = *given;
-    int64_t block = block_of(call.columns, call.depth * sizeof(bf16), 1, call.num_threads);
-    int64_t blocks = (call.columns + block - 1) / block;
-    std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(std::max<int64_t>(1, std::min<int64_t>(call.num_threads, blocks)))
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < blocks;)
-        linear_block(call, i * block, std::min(block, call.columns - i * block));
+    given->scales ? linear<int8>(*given) : linear<bf16>(*given);
     return 0;
 }
 

@@ -47,28 +47,6 @@ Rows<W> rows_of(const void *matrices, const Scales &scales, int64_t matrix, int6
     return {values, depth, own, scales.rows_per_scale, scales.groups, row};
 }
 
-// The same rows in bf16, for so many token rows that widening for each TILE_ROWS of them would take longer. Scales that change
-// along a row are applied, and the products rounded; others stay scales.
-template <typename W>
-Rows<bf16> widened(const Rows<W> &rows, int64_t columns, std::vector<bf16> &values) {
-    values.resize(columns * rows.depth);
-    if (rows.groups <= 1) {
-        widen_all(rows.values, columns * rows.depth, values.data());
-        return {values.data(), rows.depth, rows.scales, rows.rows_per_scale, rows.groups, rows.first};
-    }
-    for (int64_t c = 0; c < columns; c++)
-        for (int64_t k = 0; k < rows.depth; k += GROUP) {
-            float scale = rows.scales_of(c)[k / GROUP];
-            const W *from = rows.values + c * rows.depth + k;
-            bf16 *to = values.data() + c * rows.depth + k;
-            int64_t count = std::min(GROUP, rows.depth - k);
-            for (int64_t i = 0; i < count; i++) to[i] = narrow(widen(to_bf16(from[i])) * scale);
-        }
-    return {values.data(), rows.depth, nullptr, 1, 0, rows.first};
-}
-
-const Rows<bf16> &widened(const Rows<bf16> &rows, int64_t, std::vector<bf16> &) { return rows; }
-
 template <typename W>
 void gate_up_rows(const ExpertsCall &call, const Work &work, int64_t column, int64_t columns, const Rows<W> &gates,
                   const Rows<W> &ups) {

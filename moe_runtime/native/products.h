@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "vectors.h"
 
@@ -166,6 +167,28 @@ static void multiply(
         for (int64_t r = 0; r < rows; r++) out[r * MAX_BLOCK + c] = out[r * MAX_BLOCK + c] * scale + shift;
     }
 }
+
+// Rows in bf16, for so many token rows that widening for each TILE_ROWS of them would take longer. Scales that change
+// along a row are applied, and the products rounded; others stay scales.
+template <typename W>
+static Rows<bf16> widened(const Rows<W> &rows, int64_t columns, std::vector<bf16> &values) {
+    values.resize(columns * rows.depth);
+    if (rows.groups <= 1) {
+        widen_all(rows.values, columns * rows.depth, values.data());
+        return {values.data(), rows.depth, rows.scales, rows.rows_per_scale, rows.groups, rows.first};
+    }
+    for (int64_t c = 0; c < columns; c++)
+        for (int64_t k = 0; k < rows.depth; k += GROUP) {
+            float scale = rows.scales_of(c)[k / GROUP];
+            const W *from = rows.values + c * rows.depth + k;
+            bf16 *to = values.data() + c * rows.depth + k;
+            int64_t count = std::min(GROUP, rows.depth - k);
+            for (int64_t i = 0; i < count; i++) to[i] = narrow(widen(to_bf16(from[i])) * scale);
+        }
+    return {values.data(), rows.depth, nullptr, 1, 0, rows.first};
+}
+
+static inline const Rows<bf16> &widened(const Rows<bf16> &rows, int64_t, std::vector<bf16> &) { return rows; }
 
 // The columns of a task: enough for a long read, few enough that all threads have some.
 static inline int64_t block_of(int64_t columns, int64_t row_bytes, int64_t num_work, int64_t num_threads) {

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 SCALE_SUFFIX = "_scale"
-"""Of the parameter with the scales of an expert parameter."""
+"""Of the parameter with the scales of a quantised parameter."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -222,11 +222,19 @@ def _read_all(decoder: Decoder, copies: Sequence[Copy], progress: Callable[[floa
 
 
 def _scale_rows(decoder: Decoder, copy: Copy) -> torch.Tensor | None:
-    """Where the scales of a matrix go, [rows, columns], if it is an expert's and kept quantised."""
-    if copy.slot is None or decoder.spec.expert_scheme is None:
-        return None
-    scale = decoder.get_parameter(copy.target + SCALE_SUFFIX)[copy.slot]
-    return scale.view(-1, *scale.shape[-2:])[copy.first_row // copy.num_rows]
+    """Where the scales of a matrix go, [rows, columns], if it is kept quantised."""
+    spec = decoder.spec
+    if copy.slot is not None and spec.expert_scheme is not None:
+        scale = decoder.get_parameter(copy.target + SCALE_SUFFIX)[copy.slot]
+        return scale.view(-1, *scale.shape[-2:])[copy.first_row // copy.num_rows]
+    if (
+        copy.slot is None
+        and spec.dense_scheme is not None
+        and decoder.get_parameter(copy.target).dtype == spec.dense_scheme.payload
+    ):
+        scale = decoder.get_parameter(copy.target + SCALE_SUFFIX)
+        return spec.dense_scheme.scale_rows(scale, copy.first_row, copy.first_row + copy.num_rows)
+    return None
 
 
 def _silent(share: float) -> None:
