@@ -106,7 +106,7 @@ def test_an_unquantised_checkpoint_is_quantised_on_loading(tmp_path: Path, seed:
 
 
 def test_int8_made_on_loading(tmp_path: Path, seed: int) -> None:
-    """The values are as this test's own arithmetic makes them, and each of two ranks keeps its experts in int8."""
+    """The values are as this test's own arithmetic makes them, and each of two ranks keeps experts and dense layers in int8."""
     folder, _ = write("qwen3_moe", "deepseek", tmp_path, seed)
     source, plain = tmp_path / "source", tmp_path / "int8"
     shutil.copytree(source, plain)
@@ -116,11 +116,17 @@ def test_int8_made_on_loading(tmp_path: Path, seed: int) -> None:
         return (weight / step).round() * step
 
     tensors = load_file(source / FILE)
-    save_file({n: rounded(t) if ".experts." in n else t for n, t in tensors.items()}, plain / FILE)
+    quantised = [n for n in tensors if n.endswith("_proj.weight") or n == "lm_head.weight"]
+    assert {n.split(".")[-2] for n in tensors} - {n.split(".")[-2] for n in quantised} == {
+        "embed_tokens", "gate", "norm", "q_norm", "k_norm", "input_layernorm", "post_attention_layernorm",
+    }  # fmt: skip
+    save_file({n: rounded(t) if n in quantised else t for n, t in tensors.items()}, plain / FILE)
     flags = {"dtype": "float32", "skip_tokenizer_init": True, "num_kv_blocks": 64, "quantization": "int8"}
     with LLM(model=str(source), ep=2, **flags) as llm:
         outputs = llm.generate([[3, 1, 4, 1, 5], list(range(30))], GREEDY, use_tqdm=False)
-        assert {rank.info["quantization"] for rank in llm._engine.ready} == {"int8_channel"}
+        for rank in llm._engine.ready:
+            chosen = [rank.info[name] for name in ("quantization", "dense_weights", "layer_backend")]
+            assert chosen == ["int8_channel", "int8_channel", "torch"]
     check(plain, outputs)
     with pytest.raises(ConfigError, match="stored as fp8_block"):
         LLM(model=str(folder), **flags)

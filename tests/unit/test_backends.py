@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
+import torch
 
-from moe_runtime.backends import choose, invariant_only
+from moe_runtime.backends import choose, choose_dense_weights, invariant_only
 from moe_runtime.config import EngineConfig
 from moe_runtime.errors import BackendUnavailable
+from moe_runtime.layers.deterministic_ops import DeterministicOps
+from moe_runtime.layers.invariant import Workers
+from moe_runtime.layers.ops import TORCH_OPS
+from moe_runtime.layers.triton_ops import TritonOps
+from moe_runtime.models.mixtral import MixtralAdapter
+from moe_runtime.models.quantized import with_expert_scheme
+from tests.helpers.tiny_models import tiny_config
 
 REASONS = {"fast": "needs a GPU", "plain": None, "slow": None}
 
@@ -49,3 +58,19 @@ def test_deterministic_takes_what_is_invariant_and_refuses_the_rest() -> None:
     assert choose("thing", "auto", on_gpu, log=False).name == "triton"
     plain = EngineConfig(model="demo")
     assert choose("thing", "auto", invariant_only(reasons, plain, "deterministic"), log=False).name == "cpu"
+
+
+def test_dense_layers_are_quantised_where_the_layers_can(caplog: pytest.LogCaptureFixture) -> None:
+    config = tiny_config("mixtral", 0)
+    spec = MixtralAdapter().spec(config)
+    assert choose_dense_weights(spec, TORCH_OPS, torch.bfloat16, log=True) == (spec, [])
+    asked = with_expert_scheme(spec, "int8")
+    kept, (choice,) = choose_dense_weights(asked, TORCH_OPS, torch.bfloat16, log=True)
+    assert (kept, choice) == (asked, ("dense_weights", "int8_channel", "asked for"))
+    for ops in (DeterministicOps(Workers(1)), TritonOps()):
+        kept, (choice,) = choose_dense_weights(asked, ops, torch.bfloat16, log=True)
+        assert (kept.expert_scheme, kept.dense_scheme) == (asked.expert_scheme, None)
+        assert choice[1:] == ("bfloat16", f"layer_backend {ops.name} has no int8 products")
+    tied = dataclasses.replace(asked, tie_word_embeddings=True)
+    _, (choice,) = choose_dense_weights(tied, TORCH_OPS, torch.bfloat16, log=False)
+    assert choice.why == "asked for but for the head, which is the embedding"

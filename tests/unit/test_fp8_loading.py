@@ -189,6 +189,9 @@ def test_scales_that_are_powers_of_two_in_one_byte(tmp_path: Path, seed: int) ->
         assert torch.equal(a.float(), b.float()), name
 
 
+DENSE = (".attention.qkv.weight", ".attention.out.weight", "head.weight")
+
+
 @pytest.mark.parametrize("asked", SCHEMES)
 @pytest.mark.parametrize(
     ("family", "fused", "stored"),
@@ -228,8 +231,16 @@ def test_experts_are_quantised_on_loading(
             assert torch.equal(weights.down_scale[slot], expected)
         assert not weights.dequantize_gate_up(1).any()
     others = [n for n, _ in wide.named_parameters() if ".mlp.gate_up" not in n and ".mlp.down" not in n]
-    assert others
-    assert all(torch.equal(wide.get_parameter(n), narrow.get_parameter(n)) for n in others)
+    dense = [n for n in others if n.endswith(DENSE)] if asked == "int8" else []
+    assert set(others) - set(dense)
+    for name in others:
+        before, after = wide.get_parameter(name), narrow.get_parameter(name)
+        if name in dense:
+            payload, scale = INT8_CHANNEL.quantize_weight(before)
+            assert torch.equal(after, payload)
+            assert torch.equal(narrow.get_parameter(name + "_scale"), scale)
+        else:
+            assert torch.equal(before, after), name
     assert report.bytes_read < report.bytes_in_checkpoint
 
 
@@ -248,7 +259,11 @@ def test_the_estimate_of_memory_is_exact(tmp_path: Path, seed: int) -> None:
         assert tile == (0 if asked == "none" else DEQUANT_TILE * (4 + 2))
     values = 3 * 140 * 160 * spec.num_experts * spec.num_moe_layers
     assert taken["none"] - taken["fp8_tensor"] == values - 3 * 4 * spec.num_experts * spec.num_moe_layers
-    assert taken["fp8_tensor"] < taken["fp8"] < taken["fp8_channel"] == taken["int8"] < taken["none"]
+    assert taken["fp8_tensor"] < taken["fp8"] < taken["fp8_channel"] < taken["none"]
+    # int8 is for dense layers too: half of their bytes, and a scale of four bytes for each row.
+    dense = [(p.numel(), p.shape[0]) for p in decoder.parameters() if p.dtype == torch.int8 and p.dim() == 2]
+    assert len(dense) == 4 * spec.num_layers + 1
+    assert taken["fp8_channel"] - taken["int8"] == sum(values - 4 * rows for values, rows in dense)
 
 
 def test_settings_and_stored_schemes(tmp_path: Path, seed: int) -> None:
@@ -256,6 +271,10 @@ def test_settings_and_stored_schemes(tmp_path: Path, seed: int) -> None:
     unquantised, _ = load_spec(plain)
     assert with_expert_scheme(unquantised, "auto").expert_scheme is None
     assert {a: with_expert_scheme(unquantised, a).expert_scheme for a in SCHEMES} == SCHEMES
+    quantised_dense = [a for a in SCHEMES if with_expert_scheme(unquantised, a).dense_scheme is not None]
+    assert quantised_dense == ["int8"]
+    assert with_expert_scheme(unquantised, "int8").dense_scheme == INT8_CHANNEL
+    assert with_expert_scheme(unquantised, "int8", "cuda").dense_scheme is None
     channel, _ = load_spec(folder)
     for asked in ("auto", "fp8", "fp8_channel"):
         assert with_expert_scheme(channel, asked).expert_scheme == FP8_CHANNEL
@@ -268,6 +287,10 @@ def test_settings_and_stored_schemes(tmp_path: Path, seed: int) -> None:
     assert with_expert_scheme(channel, "auto", "cuda").quantize_activations
     assert not with_expert_scheme(unquantised, "int8", "cuda").quantize_activations
     assert channel.stored is not None
+    # FP8 in dense layers alone is not made int8.
+    only_dense = dataclasses.replace(channel, stored=dataclasses.replace(channel.stored, experts=False))
+    asked_int8 = with_expert_scheme(only_dense, "int8")
+    assert (asked_int8.expert_scheme, asked_int8.dense_scheme) == (INT8_CHANNEL, None)
     weights_only = dataclasses.replace(channel, stored=dataclasses.replace(channel.stored, weights_only=True))
     assert not with_expert_scheme(weights_only, "auto", "cuda").quantize_activations
 

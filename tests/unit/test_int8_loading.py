@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_runtime.backends import choose_activations
 from moe_runtime.errors import CheckpointError, ConfigError
+from moe_runtime.layers.linear import GatedMlp
 from moe_runtime.models.quantized import with_expert_scheme
 from moe_runtime.models.registry import load_spec
 from moe_runtime.quantization import FP8_TENSOR, INT8_CHANNEL
@@ -129,6 +130,57 @@ def test_experts_can_be_dequantised_on_loading(name: str, tmp_path: Path, seed: 
         ):
             assert a_name == b_name
             assert torch.equal(a, b), a_name
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w8a16_packed"])
+def test_dense_layers_stay_int8_if_asked(
+    name: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's codes and scales where it has them, else made: the head; by default they are dequantised."""
+    folder, plain = write("qwen2_moe", name, tmp_path, seed)
+    tensors = load_file(folder / FILE)
+    assert {p.dtype for n, p in load(folder)[0].named_parameters() if ".attention.qkv.w" in n} == {
+        torch.float32
+    }
+    monkeypatch.setattr("moe_runtime.weights.reading.FP8_CHUNK_BYTES", 100)
+    decoder, _ = load(folder, "int8")
+    layer = "model.layers.1."
+    for target, sources in (
+        ("attention.qkv", [f"self_attn.{p}_proj" for p in "qkv"]),
+        ("attention.out", ["self_attn.o_proj"]),
+        ("mlp.shared_expert.gate_up", ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"]),
+        ("mlp.shared_expert.down", ["mlp.shared_expert.down_proj"]),
+    ):
+        matrices = [f"{layer}{source}.weight" for source in sources]
+        found = decoder.get_parameter(f"layers.1.{target}.weight")
+        assert found.tolist() == [row for m in matrices for row in codes_of(tensors, m)]
+        scale = torch.cat([tensors[m + "_scale"].float() for m in matrices])
+        assert torch.equal(decoder.get_parameter(f"layers.1.{target}.weight_scale"), scale)
+    payload, scale = INT8_CHANNEL.quantize_weight(tensors[HEAD])
+    assert decoder.head is not None
+    assert torch.equal(decoder.head.weight, payload)
+    assert torch.equal(decoder.head.weight_scale, scale)
+    assert {p.dtype for n, p in decoder.named_parameters() if "norm" in n or "router" in n} == {torch.float32}
+    edit(plain, lambda values: values.update({HEAD: payload * scale}))
+    text = [random.Random(seed).randrange(decoder.spec.vocab_size) for _ in range(40)]
+    expected = reference_logprobs(reference(plain), text)
+    torch.testing.assert_close(logprobs_with_cpu_experts(decoder, text), expected, atol=2e-3, rtol=0)
+    taken = sum(p.numel() * p.element_size() for p in decoder.parameters())
+    assert (
+        weight_bytes(decoder.spec, [decoder.spec.num_experts] * decoder.spec.num_moe_layers, torch.float32)
+        == taken
+    )
+
+
+def test_a_tied_head_and_dense_mlps(tmp_path: Path, seed: int) -> None:
+    make_tiny("qwen3_moe", tmp_path, seed, tie_word_embeddings=True, mlp_only_layers=[0], num_hidden_layers=2)
+    decoder, _ = load(tmp_path, "int8")
+    assert (decoder.head, decoder.embedding.weight.dtype) == (None, torch.float32)
+    dense = decoder.layers[0].mlp
+    assert isinstance(dense, GatedMlp)
+    assert {dense.gate_up.weight.dtype, dense.down.weight.dtype} == {torch.int8}
+    # The largest of every row has the largest code.
+    assert set(dense.gate_up.weight.abs().amax(dim=1).tolist()) == {127}
 
 
 def test_every_value_in_every_place_of_a_word(tmp_path: Path, seed: int) -> None:
