@@ -111,7 +111,7 @@ def main() -> None:
     if problem is not None:
         raise SystemExit(f"cpu_native ({args.instructions}): {problem}")
     always = NativeOps(native)
-    always.max_rows = NO_LIMIT
+    always.max_rows = always.max_int8_rows = NO_LIMIT
     ways: dict[str, LayerOps] = {"default": NativeOps(native), "c++": always, "torch": TORCH_OPS}
     results = {}
     for shape in args.matrices.split(","):

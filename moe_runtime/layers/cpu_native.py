@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 128
 """With more rows torch's product is at least as fast, measured on a CPU with AVX512-BF16."""
+MAX_INT8_ROWS = 512
+"""The same for int8 weights, which torch brings back to bfloat16 first."""
 
 
 class _LinearCall(ctypes.Structure):
@@ -49,7 +51,8 @@ class NativeOps(TorchOps):
     name = "cpu_native"
 
     def __init__(self, native: Native) -> None:
-        self.native, self.max_rows = native, most_rows(MAX_ROWS)
+        self.native = native
+        self.max_rows, self.max_int8_rows = most_rows(MAX_ROWS), most_rows(MAX_INT8_ROWS)
 
     @staticmethod
     def supports(device_type: str, dtype: torch.dtype, native: Native) -> str | None:
@@ -73,7 +76,8 @@ class NativeOps(TorchOps):
         stored = torch.bfloat16 if scale is None else torch.int8
         wanted = [(x, torch.bfloat16), (weight, stored), (bias, torch.bfloat16), (scale, torch.float32)]
         plain = all(m is None or (m.dtype == dtype and (m is x or m.is_contiguous())) for m, dtype in wanted)
-        if not plain or not num_rows or num_rows > self.max_rows:
+        max_rows = self.max_rows if scale is None else self.max_int8_rows
+        if not plain or not num_rows or num_rows > max_rows:
             return super().linear(x, weight, bias, scale)
         x_RD = x.reshape(num_rows, depth)
         if x_RD.stride(1) != 1:
