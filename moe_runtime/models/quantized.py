@@ -71,7 +71,7 @@ def with_expert_scheme(spec: ModelSpec, asked: str, device_type: str = "cpu") ->
     """The spec with the scheme that the experts have in memory, for a value of the `quantization` setting.
 
     On GPUs, which multiply FP8 by FP8, activations are quantised too, unless the checkpoint is of weights only. Raises ConfigError
-    if the checkpoint's experts are already quantised in another way than asked.
+    if the checkpoint's experts are already quantised in another way than asked, or would be int8 on a GPU.
     """
     stored = spec.stored.scheme if spec.stored is not None and spec.stored.experts else None
     if asked == "auto":
@@ -85,6 +85,9 @@ def with_expert_scheme(spec: ModelSpec, asked: str, device_type: str = "cpu") ->
         )
     else:
         scheme = stored or ASKED[asked]
+    if scheme == INT8_CHANNEL and device_type != "cpu":
+        ways = "none dequantises them" if stored else "use auto, none or fp8"
+        raise ConfigError(f"quantization={asked!r}: int8 experts are computed on CPUs only; {ways}")
     weights_only = spec.stored is not None and spec.stored.weights_only
     both = scheme is not None and scheme.payload == FP8 and device_type != "cpu" and not weights_only
     return dataclasses.replace(spec, expert_scheme=scheme, quantize_activations=both)
