@@ -290,6 +290,7 @@ def test_the_tokenizer_gives_the_original_ids(demo: Path, seed: int) -> None:
     assert tokenizer.decode([1, 2, 0], skip_special_tokens=True) == ""
 
 
+@pytest.mark.slow
 def test_transformers_loads_it_and_it_answers(demo: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo)
     model, info = MixtralForCausalLM.from_pretrained(demo, output_loading_info=True)

@@ -72,7 +72,7 @@ def with_expert_scheme(spec: ModelSpec, asked: str, device_type: str = "cpu") ->
 
     Dense layers are quantised where int8 is asked for on a CPU, if the file has them in int8 or unquantised.
     On GPUs, which multiply FP8 by FP8, activations are quantised too, unless the checkpoint is of weights only. Raises ConfigError
-    if the checkpoint's experts are already quantised in another way than asked.
+    if the checkpoint's experts are already quantised in another way than asked, or would be int8 on a GPU.
     """
     stored = spec.stored.scheme if spec.stored is not None and spec.stored.experts else None
     if asked == "auto":
@@ -86,6 +86,9 @@ def with_expert_scheme(spec: ModelSpec, asked: str, device_type: str = "cpu") ->
         )
     else:
         scheme = stored or ASKED[asked]
+    if scheme == INT8_CHANNEL and device_type != "cpu":
+        ways = "none dequantises them" if stored else "use auto, none or fp8"
+        raise ConfigError(f"quantization={asked!r}: int8 experts are computed on CPUs only; {ways}")
     weights_only = spec.stored is not None and spec.stored.weights_only
     from_int8 = spec.stored is None or spec.stored.scheme == INT8_CHANNEL
     dense = scheme if asked == "int8" and device_type == "cpu" and from_int8 else None

@@ -59,6 +59,7 @@ def numbers(outputs: list[RequestOutput]) -> Answer:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def numbers(outputs: list[RequestOutput]) -> Answer:
         # products have the same bits wherever an expert lies in memory.
         ({"dispatch_dtype": "fp8", "deterministic": True}, True),
         # Two partial sums of float32 rounded otherwise than one sum.
-        pytest.param({"combine": "per_rank"}, False, marks=pytest.mark.slow),
+        ({"combine": "per_rank"}, False),
     ],
     ids=str,
 )

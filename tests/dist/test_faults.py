@@ -101,7 +101,7 @@ def check_cut_off(events: list[str]) -> None:
     assert "choices" in json.loads(events[0])
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_all_and_clients_are_told(
     checkpoint: Path, tmp_path: Path, pool: ThreadPoolExecutor, victim: int
 ) -> None:
@@ -140,7 +140,7 @@ def test_a_killed_front_end_ends_all(checkpoint: Path, tmp_path: Path, pool: Thr
             httpx.get(server.base_url + "/health")
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "torchrun killed"])
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("torchrun killed", marks=pytest.mark.slow)])
 def test_draining_finishes_what_runs(
     checkpoint: Path, tmp_path: Path, pool: ThreadPoolExecutor, how: str
 ) -> None:
@@ -220,7 +220,7 @@ def test_a_rank_killed_while_nothing_happens(checkpoint: Path, tmp_path: Path) -
         assert server.wait_gone(END_S) != 0
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_program_that_ends_while_its_llm_starts_leaves_nothing(
     checkpoint: Path, tmp_path: Path, signum: signal.Signals, seed: int
 ) -> None:

@@ -76,7 +76,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "num_ranks", "settings", "sizes"),
     [
-        ("qwen3_moe", 1, {}, (1, 4, 8)),
+        pytest.param("qwen3_moe", 1, {}, (1, 4, 8), marks=SLOW),
         ("qwen3_moe", 2, {"dispatcher": "one_sided"}, (2, 5)),
         pytest.param("mixtral", 2, {"dispatcher": "collective", "combine": "per_rank"}, (1, 4, 8), marks=SLOW),
         pytest.param("qwen2_moe", 3, {"dispatcher": "one_sided", "dispatch_dtype": "fp8"}, (8,), marks=SLOW),

@@ -285,7 +285,10 @@ def test_settings_and_stored_schemes(tmp_path: Path, seed: int) -> None:
     # On CPUs activations stay as they are; on GPUs they do if the checkpoint is of weights only.
     assert not with_expert_scheme(channel, "auto").quantize_activations
     assert with_expert_scheme(channel, "auto", "cuda").quantize_activations
-    assert not with_expert_scheme(unquantised, "int8", "cuda").quantize_activations
+    with pytest.raises(
+        ConfigError, match="'int8': int8 experts are computed on CPUs only; use auto, none or fp8"
+    ):
+        with_expert_scheme(unquantised, "int8", "cuda")
     assert channel.stored is not None
     # FP8 in dense layers alone is not made int8.
     only_dense = dataclasses.replace(channel, stored=dataclasses.replace(channel.stored, experts=False))

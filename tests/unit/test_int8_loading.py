@@ -288,7 +288,11 @@ def test_settings_and_what_is_said_of_activations(tmp_path: Path, seed: int) -> 
             assert with_expert_scheme(spec, asked).expert_scheme == INT8_CHANNEL
         with pytest.raises(ConfigError, match=r"quantization='fp8': .*stored as int8_channel; use auto"):
             with_expert_scheme(spec, "fp8")
-        assert not with_expert_scheme(spec, "auto", "cuda").quantize_activations
+        with pytest.raises(
+            ConfigError, match=r"'auto': int8 experts are computed on CPUs only; none dequantises"
+        ):
+            with_expert_scheme(spec, "auto", "cuda")
+        assert with_expert_scheme(spec, "none", "cuda").expert_scheme is None
         said[name] = [tuple(c) for c in choose_activations(spec, torch.bfloat16, log=False)]
     kept = "the checkpoint asks for int8, W8A8; here activations stay as they are, W8A16"
     assert said["w8a8"] == [("expert_activations", "bfloat16", kept)]
