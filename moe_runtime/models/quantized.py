@@ -70,7 +70,7 @@ def stored_quantization(values: Mapping[str, Any], rules: WeightRules, spec: Mod
 def with_expert_scheme(spec: ModelSpec, asked: str, device_type: str = "cpu") -> ModelSpec:
     """The spec with the schemes that experts and dense layers have in memory, for a value of the `quantization` setting.
 
-    Dense layers are quantised where int8 is asked for on a CPU, if the file has them in int8 or unquantised.
+    Dense layers are quantised where int8 is asked for, if the file has them in int8 or unquantised.
     On GPUs, which multiply FP8 by FP8, activations are quantised too, unless the checkpoint is of weights only. Raises ConfigError
     if the checkpoint's experts are already quantised in another way than asked, or would be int8 on a GPU.
     """
@@ -91,7 +91,7 @@ def with_expert_scheme(spec: ModelSpec, asked: str, device_type: str = "cpu") ->
         raise ConfigError(f"quantization={asked!r}: int8 experts are computed on CPUs only; {ways}")
     weights_only = spec.stored is not None and spec.stored.weights_only
     from_int8 = spec.stored is None or spec.stored.scheme == INT8_CHANNEL
-    dense = scheme if asked == "int8" and device_type == "cpu" and from_int8 else None
+    dense = scheme if asked == "int8" and from_int8 else None
     both = scheme is not None and scheme.payload == FP8 and device_type != "cpu" and not weights_only
     return dataclasses.replace(spec, expert_scheme=scheme, dense_scheme=dense, quantize_activations=both)
 
