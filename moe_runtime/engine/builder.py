@@ -29,7 +29,7 @@ from moe_runtime.errors import BackendUnavailable, CapacityError, ConfigError
 from moe_runtime.experts.deterministic import DeterministicExperts
 from moe_runtime.experts.migration import SlotStore
 from moe_runtime.layers.invariant import row_dependence
-from moe_runtime.models.quantized import with_expert_scheme
+from moe_runtime.models.quantized import with_weight_schemes
 from moe_runtime.models.registry import load_adapter, load_spec
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.moe import ExpertParallelMoe
@@ -112,7 +112,7 @@ class RankBuilder:
         """The same shape on all ranks, the data type, the context length, the placement."""
         config = self.config
         spec = ModelSpec.from_json(self.topology.broadcast_text(self._spec_json))
-        self.spec = with_expert_scheme(spec, config.quantization, self.topology.device.type)
+        self.spec = with_weight_schemes(spec, config.quantization, self.topology.device.type)
         self.adapter = load_adapter(self.spec.architecture)
         self.dtype: torch.dtype = getattr(torch, self.spec.dtype if config.dtype == "auto" else config.dtype)
         longest = self.spec.max_position_embeddings

@@ -67,7 +67,7 @@ def stored_quantization(values: Mapping[str, Any], rules: WeightRules, spec: Mod
     )
 
 
-def with_expert_scheme(spec: ModelSpec, asked: str, device_type: str = "cpu") -> ModelSpec:
+def with_weight_schemes(spec: ModelSpec, asked: str, device_type: str = "cpu") -> ModelSpec:
     """The spec with the schemes that experts and dense layers have in memory, for a value of the `quantization` setting.
 
     Dense layers are quantised where int8 is asked for, if the file has them in int8 or unquantised.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_runtime.errors import CheckpointError, ConfigError
 from moe_runtime.models.base import refuse_unsupported
-from moe_runtime.models.quantized import stored_quantization, with_expert_scheme
+from moe_runtime.models.quantized import stored_quantization, with_weight_schemes
 
 if TYPE_CHECKING:
     from moe_runtime.models.base import ModelAdapter
@@ -61,7 +61,7 @@ def load_spec(model_dir: str | Path) -> tuple[ModelSpec, ModelAdapter]:
         spec = adapter.spec(config)
         if quantization is not None:
             stored = stored_quantization(quantization, adapter.rules(spec), spec)
-            spec = with_expert_scheme(dataclasses.replace(spec, stored=stored), "auto")
+            spec = with_weight_schemes(dataclasses.replace(spec, stored=stored), "auto")
         return spec, adapter
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None

@@ -17,7 +17,7 @@ from moe_runtime import LLM, SamplingParams
 from moe_runtime.errors import ConfigError
 from moe_runtime.experts import triton_grouped
 from moe_runtime.layers import triton_ops_kernels
-from moe_runtime.models.quantized import with_expert_scheme
+from moe_runtime.models.quantized import with_weight_schemes
 from moe_runtime.models.registry import load_spec
 from moe_runtime.triton_support.fp8_rows import quantize_rows
 from moe_runtime.weights.demo_model import demo_model_path
@@ -218,7 +218,7 @@ def test_perplexity_of_the_demo_model() -> None:
     assert len(ids) > 300
     perplexity = {}
     for asked in ("none", "fp8", "fp8_channel", "fp8_tensor", "int8"):
-        asked_spec = with_expert_scheme(spec, asked)
+        asked_spec = with_weight_schemes(spec, asked)
         held = [list(range(spec.num_experts))] * spec.num_moe_layers
         decoder = load_weights(demo_model_path(), asked_spec, adapter, held, torch.bfloat16, "cpu")
         logprobs = logprobs_with_cpu_experts(decoder, ids)

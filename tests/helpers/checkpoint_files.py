@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from moe_runtime.models.quantized import with_expert_scheme
+from moe_runtime.models.quantized import with_weight_schemes
 from moe_runtime.models.registry import load_spec
 from moe_runtime.weights.loader import load_with_report
 
@@ -31,7 +31,7 @@ def load(
 ) -> tuple[Decoder, LoadReport]:
     """local_experts: as of `load_weights`; None: all of them, in order."""
     spec, adapter = load_spec(folder)
-    spec = with_expert_scheme(spec, quantization)
+    spec = with_weight_schemes(spec, quantization)
     held = local_experts or [list(range(spec.num_experts))] * spec.num_moe_layers
     return load_with_report(folder, spec, adapter, held, dtype, "cpu")
 

@@ -16,7 +16,7 @@ from moe_runtime.layers.invariant import Workers
 from moe_runtime.layers.ops import TORCH_OPS
 from moe_runtime.layers.triton_ops import TritonOps
 from moe_runtime.models.mixtral import MixtralAdapter
-from moe_runtime.models.quantized import with_expert_scheme
+from moe_runtime.models.quantized import with_weight_schemes
 from tests.helpers.tiny_models import tiny_config
 
 REASONS = {"fast": "needs a GPU", "plain": None, "slow": None}
@@ -64,7 +64,7 @@ def test_dense_layers_are_quantised_where_the_layers_can(caplog: pytest.LogCaptu
     config = tiny_config("mixtral", 0)
     spec = MixtralAdapter().spec(config)
     assert choose_dense_weights(spec, TORCH_OPS, torch.bfloat16, log=True) == (spec, [])
-    asked = with_expert_scheme(spec, "int8")
+    asked = with_weight_schemes(spec, "int8")
     kept, (choice,) = choose_dense_weights(asked, TORCH_OPS, torch.bfloat16, log=True)
     assert (kept, choice) == (asked, ("dense_weights", "int8_channel", "asked for"))
     for ops in (DeterministicOps(Workers(1)), TritonOps()):

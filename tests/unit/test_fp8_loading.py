@@ -18,7 +18,7 @@ from moe_runtime.config import EngineConfig
 from moe_runtime.engine.model_runner import step_bytes
 from moe_runtime.errors import CheckpointError, ConfigError
 from moe_runtime.experts.cpu import DEQUANT_TILE
-from moe_runtime.models.quantized import with_expert_scheme
+from moe_runtime.models.quantized import with_weight_schemes
 from moe_runtime.models.registry import load_spec
 from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL
 from moe_runtime.weights.loader import weight_bytes
@@ -272,32 +272,32 @@ def test_the_estimate_of_memory_is_exact(tmp_path: Path, seed: int) -> None:
 def test_settings_and_stored_schemes(tmp_path: Path, seed: int) -> None:
     folder, plain = write("olmoe", "ct_channel", tmp_path, seed)
     unquantised, _ = load_spec(plain)
-    assert with_expert_scheme(unquantised, "auto").expert_scheme is None
-    assert {a: with_expert_scheme(unquantised, a).expert_scheme for a in SCHEMES} == SCHEMES
-    quantised_dense = [a for a in SCHEMES if with_expert_scheme(unquantised, a).dense_scheme is not None]
+    assert with_weight_schemes(unquantised, "auto").expert_scheme is None
+    assert {a: with_weight_schemes(unquantised, a).expert_scheme for a in SCHEMES} == SCHEMES
+    quantised_dense = [a for a in SCHEMES if with_weight_schemes(unquantised, a).dense_scheme is not None]
     assert quantised_dense == ["int8"]
-    assert with_expert_scheme(unquantised, "int8").dense_scheme == INT8_CHANNEL
+    assert with_weight_schemes(unquantised, "int8").dense_scheme == INT8_CHANNEL
     channel, _ = load_spec(folder)
     for asked in ("auto", "fp8", "fp8_channel"):
-        assert with_expert_scheme(channel, asked).expert_scheme == FP8_CHANNEL
-    assert with_expert_scheme(channel, "none").expert_scheme is None
+        assert with_weight_schemes(channel, asked).expert_scheme == FP8_CHANNEL
+    assert with_weight_schemes(channel, "none").expert_scheme is None
     for asked in ("fp8_tensor", "int8"):
         with pytest.raises(ConfigError, match=rf"quantization='{asked}': .*stored as fp8_channel; use auto"):
-            with_expert_scheme(channel, asked)
+            with_weight_schemes(channel, asked)
     # On CPUs activations stay as they are; on GPUs they do if the checkpoint is of weights only.
-    assert not with_expert_scheme(channel, "auto").quantize_activations
-    assert with_expert_scheme(channel, "auto", "cuda").quantize_activations
+    assert not with_weight_schemes(channel, "auto").quantize_activations
+    assert with_weight_schemes(channel, "auto", "cuda").quantize_activations
     with pytest.raises(
         ConfigError, match="'int8': int8 experts are computed on CPUs only; use auto, none or fp8"
     ):
-        with_expert_scheme(unquantised, "int8", "cuda")
+        with_weight_schemes(unquantised, "int8", "cuda")
     assert channel.stored is not None
     # FP8 in dense layers alone is not made int8.
     only_dense = dataclasses.replace(channel, stored=dataclasses.replace(channel.stored, experts=False))
-    asked_int8 = with_expert_scheme(only_dense, "int8")
+    asked_int8 = with_weight_schemes(only_dense, "int8")
     assert (asked_int8.expert_scheme, asked_int8.dense_scheme) == (INT8_CHANNEL, None)
     weights_only = dataclasses.replace(channel, stored=dataclasses.replace(channel.stored, weights_only=True))
-    assert not with_expert_scheme(weights_only, "auto", "cuda").quantize_activations
+    assert not with_weight_schemes(weights_only, "auto", "cuda").quantize_activations
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

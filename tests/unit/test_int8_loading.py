@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from moe_runtime.backends import choose_activations
 from moe_runtime.errors import CheckpointError, ConfigError
 from moe_runtime.layers.linear import GatedMlp
-from moe_runtime.models.quantized import with_expert_scheme
+from moe_runtime.models.quantized import with_weight_schemes
 from moe_runtime.models.registry import load_spec
 from moe_runtime.quantization import FP8_TENSOR, INT8_CHANNEL
 from moe_runtime.weights.loader import weight_bytes
@@ -285,14 +285,14 @@ def test_settings_and_what_is_said_of_activations(tmp_path: Path, seed: int) -> 
         folder, _ = write("mixtral", name, tmp_path / name, seed)
         spec, _ = load_spec(folder)
         for asked in ("auto", "int8"):
-            assert with_expert_scheme(spec, asked).expert_scheme == INT8_CHANNEL
+            assert with_weight_schemes(spec, asked).expert_scheme == INT8_CHANNEL
         with pytest.raises(ConfigError, match=r"quantization='fp8': .*stored as int8_channel; use auto"):
-            with_expert_scheme(spec, "fp8")
+            with_weight_schemes(spec, "fp8")
         with pytest.raises(
             ConfigError, match=r"'auto': int8 experts are computed on CPUs only; none dequantises"
         ):
-            with_expert_scheme(spec, "auto", "cuda")
-        assert with_expert_scheme(spec, "none", "cuda").expert_scheme is None
+            with_weight_schemes(spec, "auto", "cuda")
+        assert with_weight_schemes(spec, "none", "cuda").expert_scheme is None
         said[name] = [tuple(c) for c in choose_activations(spec, torch.bfloat16, log=False)]
     kept = "the checkpoint asks for int8, W8A8; here activations stay as they are, W8A16"
     assert said["w8a8"] == [("expert_activations", "bfloat16", kept)]
@@ -300,5 +300,5 @@ def test_settings_and_what_is_said_of_activations(tmp_path: Path, seed: int) -> 
     assert static[2] == f"{kept}; its static scales are not used"
     assert said["w8a16_naive"] == said["w8a16_packed"] == []
     spec, _ = load_spec(tmp_path / "w8a8" / "int8")
-    (undone,) = choose_activations(with_expert_scheme(spec, "none"), torch.float32, log=False)
+    (undone,) = choose_activations(with_weight_schemes(spec, "none"), torch.float32, log=False)
     assert undone.why == kept.removesuffix(", W8A16")
