@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--update needs all cases and targets, and NVSHMEM's device library")
 
     begin = time.monotonic()
-    rows = compile_rows(names, targets, library, matrix)
+    rows = compile_rows(names, targets, library, matrix, bool(args.update or args.json))
     if args.update:
         others = msgspec.json.decode(args.also.read_bytes(), type=list[Row]) if args.also else []
         matrix.update(rows, others)
@@ -106,14 +106,25 @@ def installed_nvshmem() -> str | None:
 
 
 def compile_rows(
-    names: list[str], targets: list[str], library: str | None, matrix: compile_budgets.Matrix
+    names: list[str],
+    targets: list[str],
+    library: str | None,
+    matrix: compile_budgets.Matrix,
+    disassemble: bool,
 ) -> list[Row]:
-    """All cases on all targets but the excluded ones, by target in the order given."""
+    """All cases on all targets but the excluded ones, by target in the order given.
+
+    disassemble: read the instructions of all kernels, not only of those that must have some.
+    """
     cache = models_folder().parent / "compile_check"
 
     def one(target: str) -> list[Row]:
         wanted = [name for name in names if (name, target) not in matrix.excluded]
-        return _compile_target(Request(target, wanted, str(cache / "reports"), library), cache / "triton")
+        must = [
+            (case, kernel) for (case, on, kernel), b in matrix.budgets.items() if on == target and b.needs
+        ]
+        kept, read = str(cache / "reports"), None if disassemble else must
+        return _compile_target(Request(target, wanted, kept, read, library), cache / "triton")
 
     with ThreadPoolExecutor(WORKERS) as pool:
         return [row for rows in pool.map(one, targets) for row in rows]

@@ -35,6 +35,8 @@ class Request(msgspec.Struct):
     cases: list[str]
     reports_folder: str
     """Where reports are kept, by the compiled kernel's hash."""
+    disassembled: list[tuple[str, str]] | None
+    """(case, kernel) whose instructions are wanted; None: all."""
     nvshmem: str | None
     """NVSHMEM's device library, or None."""
 
@@ -66,9 +68,10 @@ def main() -> int:
     driver = StandInDriver(TARGETS[request.target])
     driver.install()
     cases = {case.name: case for case in all_cases(request.nvshmem)}
+    reports = Reports(Path(request.reports_folder), request.disassembled)
     for name in request.cases:
         _write(answers, Start(name))
-        for row in _rows(cases[name], driver, Path(request.reports_folder)):
+        for row in _rows(cases[name], driver, reports):
             _write(answers, row)
     return 0
 
@@ -78,7 +81,7 @@ def _write(answers: IO[bytes], what: Start | Row) -> None:
     answers.flush()
 
 
-def _rows(case: Case, driver: StandInDriver, folder: Path) -> Iterator[Row]:
+def _rows(case: Case, driver: StandInDriver, reports: Reports) -> Iterator[Row]:
     begin, target = time.monotonic(), driver.target.name
     driver.launches.clear()
     error = None
@@ -98,21 +101,29 @@ def _rows(case: Case, driver: StandInDriver, folder: Path) -> Iterator[Row]:
     for launch in distinct:
         seen[launch.kernel] = number = seen.get(launch.kernel, 0) + 1
         label = launch.kernel if number == 1 else f"{launch.kernel}_{number}"
-        yield Row(case.name, target, label, _report(launch, folder), None, seconds)
+        yield Row(case.name, target, label, reports.of(launch, case.name, label), None, seconds)
 
 
-def _report(launch: Launch, folder: Path) -> Report:
-    """From the folder if it is there, since disassembling takes longer than all the rest of a warm run."""
-    reader = hashlib.sha256(Path(kernel_report.__file__).read_bytes()).hexdigest()[:12]
-    path = folder / reader / f"{launch.hash}.json"
-    if path.exists():
-        return msgspec.json.decode(path.read_bytes(), type=Report)
-    report = kernel_report.report(launch)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{launch.num_warps}.{time.monotonic_ns()}")
-    partial.write_bytes(msgspec.json.encode(report))
-    partial.replace(path)
-    return report
+class Reports:
+    """Reads compiled kernels, or takes from the folder what was read before: it takes longer than all the rest of a warm run."""
+
+    def __init__(self, folder: Path, disassembled: list[tuple[str, str]] | None) -> None:
+        reader = hashlib.sha256(Path(kernel_report.__file__).read_bytes()).hexdigest()[:12]
+        self._folder = folder / reader
+        self._disassembled = None if disassembled is None else set(disassembled)
+
+    def of(self, launch: Launch, case: str, kernel: str) -> Report:
+        """Of a case's kernel."""
+        whole = self._disassembled is None or (case, kernel) in self._disassembled
+        path = self._folder / f"{launch.hash}{'' if whole else '.brief'}.json"
+        if path.exists():
+            return msgspec.json.decode(path.read_bytes(), type=Report)
+        report = kernel_report.report(launch, whole)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{launch.num_warps}.{time.monotonic_ns()}")
+        partial.write_bytes(msgspec.json.encode(report))
+        partial.replace(path)
+        return report
 
 
 if __name__ == "__main__":

@@ -38,13 +38,17 @@ class Report:
     shared_bytes: int
     num_warps: int
     instructions: dict[str, int]
-    """Occurrences of `INSTRUCTIONS`, those that do occur."""
+    """Occurrences of `INSTRUCTIONS`, those that do occur; none if the kernel was not disassembled."""
     unresolved: tuple[str, ...] = ()
     """Functions that are called but not linked. Not looked for on AMD."""
 
 
-def report(launch: Launch) -> Report:
-    """Reads a launch's binary. Raises RuntimeError if that cannot be disassembled."""
+def report(launch: Launch, disassemble: bool) -> Report:
+    """Reads a launch's binary. Raises RuntimeError if that cannot be done.
+
+    Disassembling takes longer than compiling, so without `disassemble` it is done only for kernels that have local memory, where spills
+    would be. (AMD's assembly is there in any case.)
+    """
     if "amdgcn" in launch.files:
         text = launch.files["amdgcn"].read_text()
         unresolved = []
@@ -54,7 +58,8 @@ def report(launch: Launch) -> Report:
         )
     else:
         usage = _cuobjdump("--dump-resource-usage", launch.files["cubin"])
-        text = _cuobjdump("-sass", launch.files["cubin"])
+        local = _number(r"\bSTACK:(\d+)", usage) + _number(r"\bLOCAL:(\d+)", usage)
+        text = _cuobjdump("-sass", launch.files["cubin"]) if disassemble or local else ""
         registers = _number(r"\bREG:(\d+)", usage)
         spills = len(re.findall(r"\b(?:STL|LDL)\b", text))
         unresolved = re.findall(r"\.extern\s+\.func[^;]*?\b(\w+)\s*\n?\(", launch.files["ptx"].read_text())

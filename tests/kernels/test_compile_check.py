@@ -117,10 +117,10 @@ def test_a_case_that_takes_too_long_is_one_failure(tmp_path: Path, monkeypatch: 
     names = ["router Mixtral-8x7B", "router OLMoE"]
     matrix = Matrix(0, {}, {})
     with pytest.raises(RuntimeError, match=r"the worker for sm_90 did not start: took longer than 0\.05 s"):
-        compile_check.compile_rows(names, ["sm_90"], None, matrix)
+        compile_check.compile_rows(names, ["sm_90"], None, matrix, False)
     worker = tmp_path / "worker.py"
     worker.write_text(STUCK_WORKER)
-    request = Request("sm_90", ["a", "b", "c"], str(tmp_path), None)
+    request = Request("sm_90", ["a", "b", "c"], str(tmp_path), None, None)
     monkeypatch.setattr(compile_check, "LIMIT_S", 5.0)
     monkeypatch.setattr(compile_check, "WORKER", (sys.executable, str(worker)))
     rows = compile_check._compile_target(request, tmp_path)
