@@ -92,6 +92,8 @@ def num_routed_clearly(model: Any, ids: list[int]) -> int:
     there on depend on how the choice falls.
     """
     top_k = model.config.num_experts_per_tok
+    if top_k == model.config.num_local_experts:
+        return len(ids)
     with torch.no_grad():
         routers = model(torch.tensor([ids]), output_router_logits=True).router_logits
     best = torch.stack(routers).topk(top_k + 1).values
