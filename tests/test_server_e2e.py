@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import torch
 
+from tests.helpers.parity import Reference, answer_of, check_answers
 from tests.helpers.real_server import RealServer
-from tests.helpers.tiny_models import make_tiny, reference_logprobs
+from tests.helpers.tiny_models import make_tiny
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, build_tokenizer, save_tokenizer
 
 EP = 2
@@ -57,15 +57,6 @@ def model_name(client: openai.OpenAI) -> str:
     return client.models.list().data[0].id
 
 
-def check_greedy(model: Any, prompt: list[int], output: list[int]) -> None:
-    """Each token is transformers' most likely one wherever its best two are clearly apart."""
-    logprobs = reference_logprobs(model, prompt + output)[len(prompt) - 1 : -1]
-    best = logprobs.topk(2)
-    for position, token in enumerate(output):
-        if best.values[position, 0] - best.values[position, 1] > 1e-3:
-            assert token == int(best.indices[position, 0]), f"token {position} of {prompt}"
-
-
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(
     http: httpx.Client, checkpoint: tuple[Path, Any], seed: int
 ) -> None:
@@ -74,13 +65,8 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(
     body = {"prompt": prompts, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "logprobs": 3}
     answer = http.post("/v1/completions", json=body | {"return_token_ids": True}).json()
     assert answer["usage"]["completion_tokens"] == 6 * 24
-    for prompt, choice in zip(prompts, answer["choices"], strict=True):
-        output = choice["token_ids"]
-        check_greedy(checkpoint[1], prompt, output)
-        expected = reference_logprobs(checkpoint[1], prompt + output)[len(prompt) - 1 : -1]
-        chosen = expected[torch.arange(len(output)), torch.tensor(output)]
-        got = torch.tensor(choice["logprobs"]["token_logprobs"])
-        torch.testing.assert_close(got, chosen, atol=1e-4, rtol=0)
+    answers = [answer_of(prompt, choice) for prompt, choice in zip(prompts, answer["choices"], strict=True)]
+    check_answers(Reference(checkpoint[1]), answers, 24)
 
 
 def test_chat_is_the_same_streamed_or_not(client: openai.OpenAI, checkpoint: tuple[Path, Any]) -> None:

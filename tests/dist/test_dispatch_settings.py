@@ -12,8 +12,8 @@ import pytest
 
 from moe_runtime import LLM, SamplingParams
 from moe_runtime.engine.outputs import RequestOutput
-from tests.helpers.parity import MAX_LOGPROB_ERROR, check_greedy
-from tests.helpers.tiny_models import make_tiny, reference_logprobs
+from tests.helpers.parity import Reference, check_greedy
+from tests.helpers.tiny_models import make_tiny
 
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
@@ -82,8 +82,7 @@ def test_settings_reach_the_ranks(
     if fp8:
         assert numbers(alone) != numbers(generate(tmp_path, seed, ep=1, deterministic=True)), "nothing was rounded"
     else:
-        for output in alone:
-            check_greedy(lambda ids, first: reference_logprobs(model, ids)[first:], output, NUM_TOKENS)
+        check_greedy(Reference(model), alone, NUM_TOKENS)
     joined = {
         name: generate(tmp_path, seed, ep=2, dispatcher=name, **settings)
         for name in ("one_sided", "collective")
@@ -92,19 +91,4 @@ def test_settings_reach_the_ranks(
     if same_bits:
         assert numbers(joined["one_sided"]) == numbers(alone)
     else:
-        check_close(alone, joined["one_sided"])
-
-
-def check_close(one: list[RequestOutput], other: list[RequestOutput]) -> None:
-    """Equal logprobs up to rounding as far as the tokens agree; they must agree on most places."""
-    agreed = total = 0
-    for (tokens, places), (other_tokens, other_places) in zip(numbers(one), numbers(other), strict=True):
-        for token, other_token, place, other_place in zip(
-            tokens, other_tokens, places, other_places, strict=True
-        ):
-            if token != other_token:
-                break
-            assert place[token] == pytest.approx(other_place[token], abs=MAX_LOGPROB_ERROR)
-            agreed += 1
-        total += len(tokens)
-    assert agreed > total / 2
+        check_greedy(Reference(model), joined["one_sided"], NUM_TOKENS)

@@ -25,10 +25,10 @@ from moe_runtime.weights.loader import load_weights
 from tests.helpers.checkpoint_files import FILE, reference
 from tests.helpers.engine_ranks import Builder, Output, Script, check_same, config, run_engine
 from tests.helpers.fp8_checkpoints import FORMATS, write_fp8
-from tests.helpers.parity import check_greedy
+from tests.helpers.parity import Reference, check_greedy
 from tests.helpers.run_decoder import logprobs_with_cpu_experts
 from tests.helpers.spawn import run_ranks
-from tests.helpers.tiny_models import FAMILIES, make_tiny, reference_logprobs
+from tests.helpers.tiny_models import FAMILIES, make_tiny
 
 if TYPE_CHECKING:
     from moe_runtime.engine.outputs import RequestOutput
@@ -57,9 +57,7 @@ def write(family: str, name: str, folder: Path, seed: int) -> tuple[Path, Path]:
 
 
 def check(plain: Path, outputs: list[RequestOutput]) -> None:
-    model = reference(plain)
-    for output in outputs:
-        check_greedy(lambda ids, first: reference_logprobs(model, ids)[first:], output, 16)
+    check_greedy(Reference(reference(plain)), outputs, 16)
 
 
 @pytest.mark.timeout(600)

@@ -10,8 +10,8 @@ import pytest
 from moe_runtime import LLM, SamplingParams
 from tests.helpers.checkpoint_files import reference
 from tests.helpers.int8_checkpoints import INT8_FORMATS, write_int8
-from tests.helpers.parity import check_greedy
-from tests.helpers.tiny_models import FAMILIES, make_tiny, reference_logprobs
+from tests.helpers.parity import Reference, check_greedy
+from tests.helpers.tiny_models import FAMILIES, make_tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2)
 QUICK = [("olmoe", "w8a8", 2)]
@@ -50,6 +50,4 @@ def test_matches_transformers(family: str, name: str, ep: int, tmp_path: Path, s
     told = [(c.get("expert_activations"), c.get("expert_activations_reason", "")) for c in chosen]
     reason = "the checkpoint asks for int8, W8A8; here activations stay as they are, W8A16"
     assert told == [("float32", reason) if name == "w8a8" else (None, "")] * ep
-    model = reference(plain)
-    for output in outputs:
-        check_greedy(lambda ids, first: reference_logprobs(model, ids)[first:], output, 16)
+    check_greedy(Reference(reference(plain)), outputs, 16)

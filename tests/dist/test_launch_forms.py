@@ -9,11 +9,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
 
-from tests.helpers.parity import CLEAR_MARGIN, MAX_LOGPROB_ERROR
+from tests.helpers.parity import Reference, answer_of, check_answers
 from tests.helpers.real_server import TORCHRUN, RealServer
-from tests.helpers.tiny_models import make_tiny, reference_logprobs
+from tests.helpers.tiny_models import make_tiny
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
 NUM_TOKENS = 20
@@ -46,13 +45,7 @@ def test_a_server_starts_answers_and_ends(
         server.wait_gone(20)
         assert "ERROR" not in server.log()
     assert len(answer["choices"]) == len(prompts)
-    for prompt, choice in zip(prompts, answer["choices"], strict=True):
-        ids = choice["token_ids"]
-        assert len(ids) == NUM_TOKENS
-        expected = reference_logprobs(model, prompt + ids)[len(prompt) - 1 : -1]
-        best = expected.topk(2).values
-        clear = best[:, 0] - best[:, 1] > CLEAR_MARGIN
-        assert torch.equal(expected.argmax(1)[clear], torch.tensor(ids)[clear])
-        got = torch.tensor(choice["logprobs"]["token_logprobs"])
-        chosen = expected[torch.arange(NUM_TOKENS), torch.tensor(ids)]
-        torch.testing.assert_close(got, chosen, atol=MAX_LOGPROB_ERROR, rtol=0)
+    answers = [
+        answer_of(prompt, choice) for prompt, choice in zip(prompts, answer["choices"], strict=True)
+    ]
+    check_answers(Reference(model), answers, NUM_TOKENS)

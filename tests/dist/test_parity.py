@@ -12,7 +12,7 @@ import transformers
 
 from moe_runtime import LLM, SamplingParams
 from moe_runtime.weights.demo_model import demo_model_path
-from tests.helpers.parity import check_greedy
+from tests.helpers.parity import Reference, check_greedy
 from tests.helpers.tiny_models import FAMILIES, make_tiny, reference_logprobs
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ def test_tiny_model_matches_transformers(family: str, ep: int, tmp_path: Path, s
     model = make_tiny(family, tmp_path, seed)
     vocab = model.config.vocab_size
 
-    def reference(ids: list[int], first: int) -> torch.Tensor:
-        return reference_logprobs(model, ids)[first:]
-
     def prompt(length: int) -> list[int]:
         return [draw.randrange(vocab) for _ in range(length)]
 
@@ -57,13 +54,10 @@ def test_tiny_model_matches_transformers(family: str, ep: int, tmp_path: Path, s
     ) as llm:
         first = prompt(37)
         (alone,) = llm.generate([first], GREEDY, use_tqdm=False)
-        check_greedy(reference, alone, NUM_TOKENS)
         assert alone.num_cached_tokens == 0
 
         batch = [prompt(draw.randint(1, 60)) for _ in range(32)]
-        outputs = llm.generate(batch, GREEDY, use_tqdm=False)
-        for output in outputs:
-            check_greedy(reference, output, NUM_TOKENS)
+        outputs = [alone, *llm.generate(batch, GREEDY, use_tqdm=False)]
         assert sum(rank.preemptions for rank in llm.stats) > 0, "the cache was too large for this test"
         for rank in llm.stats:
             assert rank.num_running == rank.num_waiting == 0
@@ -77,12 +71,13 @@ def test_tiny_model_matches_transformers(family: str, ep: int, tmp_path: Path, s
             known = base.prompt_token_ids + base.outputs[0].token_ids
             forked = known[:cut] + [(known[cut] + 1) % vocab] + prompt(5)
             (hit,) = llm.generate([forked], GREEDY, use_tqdm=False, routed_dp_rank=rank)
-            check_greedy(reference, hit, NUM_TOKENS)
             assert hit.num_cached_tokens == cut
+            outputs.append(hit)
+    check_greedy(Reference(model), outputs, NUM_TOKENS)
 
 
 @pytest.fixture(scope="module")
-def demo_reference() -> Any:
+def demo_reference() -> Reference:
     """transformers' logprobs of the demo model, each sequence computed once for all tests."""
     model = transformers.MixtralForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
     model.set_experts_implementation("eager")
@@ -98,13 +93,13 @@ def demo_reference() -> Any:
             torch.set_num_threads(1)
         return known[key]
 
-    return logprobs
+    return Reference(model, logprobs)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ep", [1, 2, 4, 8])
-def test_demo_model_matches_transformers(ep: int, demo_reference: Any) -> None:
+def test_demo_model_matches_transformers(ep: int, demo_reference: Reference) -> None:
     words = "the sea a stone of light was under every old house and nobody could say why it sang".split()
     draw = random.Random(0)
     texts = [" ".join(draw.choices(words, k=draw.randint(1, 24))) for _ in range(32)]
@@ -121,12 +116,13 @@ def test_demo_model_matches_transformers(ep: int, demo_reference: Any) -> None:
         num_kv_blocks={1: 100, 2: 60, 4: 32, 8: 18}[ep],
         max_num_batched_tokens=29,
     ) as llm:
-        for output in llm.chat(talks, FIRST, use_tqdm=False, routed_dp_rank=ep - 1):
-            check_greedy(demo_reference, output, NUM_FIRST)
-        for output in llm.chat(talks, GREEDY, use_tqdm=False, routed_dp_rank=ep - 1):
-            check_greedy(demo_reference, output, NUM_TOKENS)
+        check_greedy(
+            demo_reference, llm.chat(talks, FIRST, use_tqdm=False, routed_dp_rank=ep - 1), NUM_FIRST
+        )
+        outputs = llm.chat(talks, GREEDY, use_tqdm=False, routed_dp_rank=ep - 1)
+        for output in outputs:
             # To the token, in the middle of a block: all but the last one, which must be computed.
             assert output.num_cached_tokens == len(output.prompt_token_ids) - 1
-        for output in llm.generate(texts, GREEDY, use_tqdm=False):
-            check_greedy(demo_reference, output, NUM_TOKENS)
+        outputs += llm.generate(texts, GREEDY, use_tqdm=False)
+        check_greedy(demo_reference, outputs, NUM_TOKENS)
         assert sum(rank.preemptions for rank in llm.stats) > 0, "the cache was too large for this test"

@@ -13,10 +13,13 @@ import msgspec
 from moe_runtime import LLM, SamplingParams
 from moe_runtime.engine.requests import completion_seed
 from moe_runtime.sampling.sampler import uniform
-from tests.helpers.tiny_models import make_tiny, reference_logprobs
+from tests.helpers.parity import Reference, Rows
+from tests.helpers.tiny_models import make_tiny
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import torch
 
 NUM_TOKENS = 16
 NUM_PROMPTS = 4
@@ -45,30 +48,22 @@ def seeded(seed: int, **fields: Any) -> SamplingParams:
     return SamplingParams(temperature=1.0, seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True, **fields)
 
 
-def reference_draw(model: Any, known: list[int], seed: int, position: int) -> tuple[int, float]:
-    """The token that output `position` of a request with this seed gets after `known`, and how far it is from another."""
-    probs = reference_logprobs(model, known)[-1].double().exp()
-    cdf = (probs.cumsum(0) / probs.sum()).tolist()
-    u = uniform(seed, position)
-    return bisect_right(cdf, u), min(abs(border - u) for border in cdf[:-1])
+def drawn(prompt: list[int], tokens: list[int], seed: int) -> Rows:
+    """For `Reference.check`: each token is the one that its seed and position draw from transformers' distribution.
 
-
-def check_drawn(model: Any, prompt: list[int], tokens: list[int], seed: int) -> None:
-    """Each token is the one its seed and position draw from transformers' distribution."""
+    So two runs of a request agree, but where a draw falls so close to a border that rounding may decide; there the two part.
+    """
     assert len(tokens) == NUM_TOKENS
-    for position, token in enumerate(tokens):
-        expected, distance = reference_draw(model, prompt + tokens[:position], seed, position)
-        assert token == expected or distance < ROUNDING, f"output {position}: {token}, not {expected}"
 
+    def problem(position: int, row: torch.Tensor) -> str:
+        probs = row.double().exp()
+        cdf = (probs.cumsum(0) / probs.sum()).tolist()
+        u = uniform(seed, position)
+        expected, distance = bisect_right(cdf, u), min(abs(border - u) for border in cdf[:-1])
+        right = tokens[position] == expected or distance < ROUNDING
+        return "" if right else f"token {tokens[position]}, not {expected}; {distance} from the border"
 
-def check_same(model: Any, prompt: list[int], seed: int, first: list[int], second: list[int]) -> None:
-    """Equal tokens, up to a draw that rounding may decide; after that the two go different ways."""
-    assert len(first) == len(second) == NUM_TOKENS
-    for position, (a, b) in enumerate(zip(first, second, strict=True)):
-        if a != b:
-            _, distance = reference_draw(model, prompt + first[:position], seed, position)
-            assert distance < ROUNDING, f"output {position}: {a} and {b}, {distance} from the border"
-            return
+    return Rows((prompt + tokens)[:-1], len(prompt) - 1, problem)
 
 
 def test_tokens_follow_from_the_seed(tmp_path: Path, seed: int) -> None:
@@ -82,6 +77,7 @@ def test_tokens_follow_from_the_seed(tmp_path: Path, seed: int) -> None:
     prompts, seeds = [prompt() for _ in range(NUM_PROMPTS)], draw.sample(range(2**62), NUM_PROMPTS)
     others, other_seed = [prompt() for _ in range(10)], draw.randrange(2**62)
     expected: list[list[int]] = []
+    rows: list[Rows] = []
     for ep in (1, 2):
         with tiny_llm(tmp_path, ep) as llm:
 
@@ -96,18 +92,17 @@ def test_tokens_follow_from_the_seed(tmp_path: Path, seed: int) -> None:
                 assert max(output.num_cached_tokens for output in hits[-1]) >= len(p) - 1
             if not expected:
                 expected = [output.outputs[0].token_ids for output in alone]
-                for p, s, tokens in zip(prompts, seeds, expected, strict=True):
-                    check_drawn(model, p, tokens, s)
 
             llm.reset_prefix_cache()
             together = run(prompts + others, [seeded(s) for s in seeds] + [seeded(other_seed, top_p=0.7)] * 10)
             assert sum(rank.preemptions for rank in llm.stats) > 0, "the cache was too large for this test"
             for i, (p, s) in enumerate(zip(prompts, seeds, strict=True)):
-                for output in (alone[i], *hits[i], together[i]):
-                    check_same(model, p, s, expected[i], output.outputs[0].token_ids)
+                outputs = (alone[i], *hits[i], together[i])
+                rows += [drawn(p, output.outputs[0].token_ids, s) for output in outputs]
 
             changed = run(prompts, [seeded(s + 1) for s in seeds])
             assert all(o.outputs[0].token_ids != tokens for o, tokens in zip(changed, expected, strict=True))
+    Reference(model).check(rows)
 
 
 def test_completions_of_a_request_differ(tmp_path: Path, seed: int) -> None:
@@ -124,6 +119,7 @@ def test_completions_of_a_request_differ(tmp_path: Path, seed: int) -> None:
     assert [completion.index for completion in four.outputs] == [0, 1, 2, 3]
     assert len({tuple(tokens) for tokens in completions}) == 4
     assert len({tuple(output.outputs[0].token_ids) for output in free}) == 3
-    check_same(model, ids, seed, completions[0], single.outputs[0].token_ids)
-    for index, (first, second) in enumerate(zip(completions, again.outputs, strict=True)):
-        check_same(model, ids, completion_seed(seed, index), first, second.token_ids)
+    rows = [drawn(ids, single.outputs[0].token_ids, seed)]
+    for output in (four, again):
+        rows += [drawn(ids, one.token_ids, completion_seed(seed, one.index)) for one in output.outputs]
+    Reference(model).check(rows)

@@ -10,8 +10,8 @@ import torch
 
 from moe_runtime import LLM, SamplingParams
 from tests.helpers.fp8_checkpoints import FORMATS, write_fp8
-from tests.helpers.parity import CLEAR_MARGIN, MAX_LOGPROB_ERROR, check_greedy
-from tests.helpers.tiny_models import make_tiny, reference_logprobs
+from tests.helpers.parity import CLEAR_MARGIN, MAX_LOGPROB_ERROR, Reference, check_greedy
+from tests.helpers.tiny_models import make_tiny
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,10 +91,7 @@ def test_tokens_are_transformers_tokens(family: str, ep: int, tmp_path: Path, se
     assert {name: info[name] for name in TRITON} == TRITON
     assert info["dispatcher"] == ("local" if ep == 1 else "one_sided")
     assert info["routing"] == "triton"
-    for output in outputs:
-        check_greedy(
-            lambda ids, first: reference_logprobs(model, ids)[first:], output, GREEDY.max_tokens or 0
-        )
+    check_greedy(Reference(model), outputs, GREEDY.max_tokens or 0)
     assert outputs[-1].num_cached_tokens > 0
 
 
@@ -147,5 +144,4 @@ def test_sums_per_rank_give_the_same_tokens(dispatcher: str, tmp_path: Path, see
         overlap="on",
         num_redundant_experts=1,
     )
-    for output in outputs:
-        check_greedy(lambda ids, first: reference_logprobs(model, ids)[first:], output, FAST.max_tokens or 0)
+    check_greedy(Reference(model), outputs, FAST.max_tokens or 0)
