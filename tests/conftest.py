@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # Without a GPU, Triton kernels run in the interpreter, here and in the processes that tests start. Read by triton when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# Processes that tests start share cores with one another: a thread that waits for work must not keep one busy.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 torch.set_num_threads(1)
 # In deterministic mode torch fills what `torch.empty` returns with NaN, so that reading it shows.
 # Not through torch.use_deterministic_algorithms, which imports the compiler: seconds at every start.
