@@ -83,6 +83,8 @@ class NativeExperts:
             return f"{need.dtype} is not bfloat16"
         if need.activation not in ACTIVATION_CODES:
             return f"activation {need.activation!r} is not one of {', '.join(ACTIVATION_CODES)}"
+        if need.scheme is not None and need.scheme.payload not in FORMAT_CODES:
+            return f"{need.scheme.name} weights are computed by cpu only"
         return self.native.problem
 
     def __call__(self, batch: ExpertBatch, weights: ExpertWeights) -> torch.Tensor:
