@@ -56,7 +56,7 @@ def best_scales(weight: torch.Tensor, group: int) -> torch.Tensor:
     """
     values, num_in = weight.float(), weight.shape[-1]
     whole = num_in // group * group
-    parts = [values[..., :whole].unflatten(-1, (-1, group))] if whole else []
+    parts = [values[..., :whole].reshape(*values.shape[:-1], -1, group)] if whole else []
     if whole < num_in:
         parts.append(values[..., None, whole:])
     fitted = [_fit(groups) for groups in parts]

@@ -21,7 +21,7 @@ constexpr int ROWS = 2;           // 8 sums of 16.
 constexpr int64_t TILE_ROWS = 3 * ROWS;  // Token rows that stay in the first cache while a matrix goes by.
 
 // Types of the values of a matrix.
-enum Format { BF16, FP8, INT8 };
+enum Format { BF16, FP8, INT8, INT4 };
 
 // Rows of a matrix, one after another, of bf16, fp8 or int8 values. A value stands for itself times a scale.
 template <typename W>

@@ -1,0 +1,169 @@
+// Products with int4 matrices. Scales and zero points belong to groups within a row, so they are applied where values are widened to bfloat16, and
+// everything behind that is the product of bfloat16 rows: what a token row gives is the same in all of its forms.
+//
+// Layout, scales and zero points: see moe_runtime/int4.py.
+#pragma once
+
+#include "products.h"
+
+struct int4 { uint8_t pair; };
+
+constexpr int64_t HALF = 32, BLOCK = 2 * HALF;  // Values of a block are two halves: lower and upper halves of its 32 bytes.
+
+static inline int64_t blocks_of(int64_t depth) { return (depth + BLOCK - 1) / BLOCK; }
+
+// Bytes of a row of `depth` values.
+template <typename W>
+static inline int64_t row_bytes(int64_t depth) { return depth * sizeof(W); }
+template <>
+inline int64_t row_bytes<int4>(int64_t depth) { return blocks_of(depth) * HALF; }
+
+template <>
+struct Rows<int4> {
+    const int4 *values;
+    int64_t depth;            // Values of a row.
+    const char *scales;       // Of the first row: `groups` scales, then as many zero points if there are any.
+    bool short_scales;        // Both are bfloat16, not float32.
+    bool zero_points;         // Else they are 8.
+    int64_t groups, group;    // Groups of a row; values of a group, a multiple of HALF unless it is the whole row.
+
+    int64_t scale_bytes() const { return groups * (zero_points ? 2 : 1) * (short_scales ? 2 : 4); }
+    Rows from(int64_t row) const {
+        Rows rows = *this;
+        rows.values += row * row_bytes<int4>(depth);
+        rows.scales += row * scale_bytes();
+        return rows;
+    }
+    float scale(int64_t i) const {
+        return short_scales ? widen(((const bf16 *)scales)[i]) : ((const float *)scales)[i];
+    }
+};
+
+// The scale and the zero point of every half block of the first row.
+static inline void spread_scales(const Rows<int4> &w, float *scales, float *zeros) {
+    int64_t halves = 2 * blocks_of(w.depth), half = 0;
+    for (int64_t g = 0; g < w.groups; g++) {
+        float scale = w.scale(g), zero = w.zero_points ? w.scale(w.groups + g) : 8.0f;
+        int64_t end = g + 1 < w.groups ? (g + 1) * w.group / HALF : halves;
+        for (; half < end; half++) scales[half] = scale, zeros[half] = zero;
+    }
+}
+
+#ifdef __AVX512F__
+
+#ifdef __AVX512BF16__
+static inline __m512i narrow_both(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
+#else
+static inline __m256i narrow_numbers(__m512 values) {
+    __m512i bits = _mm512_castps_si512(values);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16));
+}
+static inline __m512i narrow_both(__m512 low, __m512 high) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(narrow_numbers(low)), narrow_numbers(high), 1);
+}
+#endif
+
+// What each code stands for, for both halves of a block, and with that the block's values: a lookup for each half.
+static inline void widen_block(const int4 *from, const float *scales, const float *zeros, Packed &low, Packed &high) {
+    const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m512 first = _mm512_mul_ps(_mm512_sub_ps(codes, _mm512_set1_ps(zeros[0])), _mm512_set1_ps(scales[0]));
+    __m512 second = _mm512_mul_ps(_mm512_sub_ps(codes, _mm512_set1_ps(zeros[1])), _mm512_set1_ps(scales[1]));
+    __m512i table = narrow_both(first, second);
+    __m512i pairs = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)from));
+    __m512i upper = _mm512_or_si512(_mm512_srli_epi16(pairs, 4), _mm512_set1_epi16(16));
+    low = (Packed)_mm512_permutexvar_epi16(_mm512_and_si512(pairs, _mm512_set1_epi16(15)), table);
+    high = (Packed)_mm512_permutexvar_epi16(upper, table);
+}
+
+static inline void widen_block(const int4 *from, const float *scales, const float *zeros, bf16 *to) {
+    Packed low, high;
+    widen_block(from, scales, zeros, low, high);
+    memcpy(to, &low, sizeof low);
+    memcpy(to + HALF, &high, sizeof high);
+}
+
+#else
+
+static inline void widen_block(const int4 *from, const float *scales, const float *zeros, bf16 *to) {
+    for (int64_t i = 0; i < HALF; i++) to[i] = narrow((float(from[i].pair & 15) - zeros[0]) * scales[0]);
+    for (int64_t i = 0; i < HALF; i++) to[HALF + i] = narrow((float(from[i].pair >> 4) - zeros[1]) * scales[1]);
+}
+
+#endif
+
+// As of products.h. A row's surplus values land where the next row begins, and are overwritten by it.
+static inline Rows<bf16> widened(const Rows<int4> &rows, int64_t columns, std::vector<bf16> &values) {
+    static thread_local std::vector<float> scales;
+    int64_t blocks = blocks_of(rows.depth);
+    scales.resize(4 * blocks);
+    values.resize(columns * rows.depth + BLOCK);
+    for (int64_t c = 0; c < columns; c++) {
+        Rows<int4> row = rows.from(c);
+        spread_scales(row, scales.data(), scales.data() + 2 * blocks);
+        for (int64_t b = 0; b < blocks; b++)
+            widen_block(row.values + b * HALF, &scales[2 * b], &scales[2 * (blocks + b)], &values[c * rows.depth + b * BLOCK]);
+    }
+    return {values.data(), rows.depth, nullptr, 1, 0, 0};
+}
+
+#ifdef __AVX512BF16__
+
+// COLUMNS matrix rows from memory with R token rows, widened in registers, while the COLUMNS rows behind them are fetched.
+template <int R>
+static void multiply_int4(const bf16 *const *x, const Rows<int4> &w, float *out) {
+    static thread_local std::vector<float> scales;
+    int64_t blocks = blocks_of(w.depth), bytes = row_bytes<int4>(w.depth);
+    scales.resize(COLUMNS * 4 * blocks);
+    for (int c = 0; c < COLUMNS; c++)
+        spread_scales(w.from(c), &scales[4 * c * blocks], &scales[(4 * c + 2) * blocks]);
+    Sum sums[R][COLUMNS] = {};
+    const char *next = (const char *)w.values + COLUMNS * bytes;
+    for (int64_t b = 0; b < blocks; b++) {
+        for (int64_t i = 0; i < COLUMNS * HALF; i += 64) __builtin_prefetch(next + b * COLUMNS * HALF + i);
+        Packed low[R], high[R];
+        int64_t left = w.depth - b * BLOCK;
+        for (int r = 0; r < R; r++) {
+            const bf16 *row = x[r] + b * BLOCK;
+            low[r] = left < HALF ? load_first(row, left) : load(row);
+            high[r] = left >= BLOCK ? load(row + HALF) : load_first(row + HALF, std::max<int64_t>(0, left - HALF));
+        }
+        for (int c = 0; c < COLUMNS; c++) {
+            Packed first, second;
+            const float *own = &scales[4 * c * blocks + 2 * b];
+            widen_block(w.values + c * bytes + b * HALF, own, own + 2 * blocks, first, second);
+            for (int r = 0; r < R; r++) sums[r][c] = add_products(sums[r][c], first, low[r]);
+            for (int r = 0; r < R; r++) sums[r][c] = add_products(sums[r][c], second, high[r]);
+        }
+    }
+    for (int r = 0; r < R; r++) reduce4(sums[r], out + r * MAX_BLOCK);
+}
+
+#endif
+
+// As of products.h.
+static void multiply(int64_t rows, const bf16 *const *x, const Rows<int4> &w, int64_t columns, const bf16 *bias, bool fetch, float *out) {
+    static thread_local std::vector<bf16> values;
+    int64_t c = 0;
+    for (; c + COLUMNS <= columns; c += COLUMNS) {
+#ifdef __AVX512BF16__
+        if (rows == 1) { multiply_int4<1>(x, w.from(c), out + c); continue; }
+        if (rows == 2) { multiply_int4<2>(x, w.from(c), out + c); continue; }
+#endif
+        Rows<bf16> wide = widened(w.from(c), COLUMNS, values);
+        const char *next = (const char *)w.from(c + COLUMNS).values;
+        for (int64_t first = 0; first < rows; first += ROWS) {
+            // A line of the rows that follow for each of the widened rows that is read: all of them, at the end.
+            Fetch ahead = {next, fetch && first == 0 ? 1 : 0};
+            multiply_rows<false>(std::min<int64_t>(ROWS, rows - first), x + first, wide, nullptr, ahead, out + first * MAX_BLOCK + c);
+        }
+    }
+    if (c < columns) {
+        Rows<bf16> wide = widened(w.from(c), columns - c, values);
+        for (int64_t r = 0; r < rows; r++)
+            multiply_stream<1, false>(x + r, wide, columns - c, out + r * MAX_BLOCK + c);
+    }
+    for (c = 0; c < columns && bias; c++)
+        for (int64_t r = 0; r < rows; r++) out[r * MAX_BLOCK + c] += widen(bias[c]);
+}
