@@ -8,6 +8,7 @@
 
 struct int4 { uint8_t pair; };
 
+constexpr int64_t INT4_AHEAD = 4096;            // As AHEAD: a byte has twice as many values, so time is shorter.
 constexpr int64_t HALF = 32, BLOCK = 2 * HALF;  // Values of a block are two halves: lower and upper halves of its 32 bytes.
 
 static inline int64_t blocks_of(int64_t depth) { return (depth + BLOCK - 1) / BLOCK; }
@@ -27,26 +28,40 @@ struct Rows<int4> {
     bool zero_points;         // Else they are 8.
     int64_t groups, group;    // Groups of a row; values of a group, a multiple of HALF unless it is the whole row.
 
-    int64_t scale_bytes() const { return groups * (zero_points ? 2 : 1) * (short_scales ? 2 : 4); }
+    int64_t scale_bytes() const { return groups * ((zero_points ? 2 : 1) * (short_scales ? 2 : 4)); }
     Rows from(int64_t row) const {
         Rows rows = *this;
         rows.values += row * row_bytes<int4>(depth);
         rows.scales += row * scale_bytes();
         return rows;
     }
-    float scale(int64_t i) const {
-        return short_scales ? widen(((const bf16 *)scales)[i]) : ((const float *)scales)[i];
-    }
 };
 
-// The scale and the zero point of every half block of the first row.
-static inline void spread_scales(const Rows<int4> &w, float *scales, float *zeros) {
-    int64_t halves = 2 * blocks_of(w.depth), half = 0;
-    for (int64_t g = 0; g < w.groups; g++) {
-        float scale = w.scale(g), zero = w.zero_points ? w.scale(w.groups + g) : 8.0f;
-        int64_t end = g + 1 < w.groups ? (g + 1) * w.group / HALF : halves;
-        for (; half < end; half++) scales[half] = scale, zeros[half] = zero;
+static inline float widen(float value) { return value; }
+
+// One of `groups` numbers for every half block of a row: each as often as a group has halves, the last one to the end.
+template <typename T>
+static inline void spread(const T *from, const Rows<int4> &w, float *to) {
+    int64_t halves = 2 * blocks_of(w.depth), each = w.group / HALF;
+    if (each == 1) {
+        for (int64_t g = 0; g < w.groups; g++) to[g] = widen(from[g]);
+        if (w.groups < halves) to[w.groups] = to[w.groups - 1];
+        return;
     }
+    for (int64_t g = 0, half = 0; g < w.groups; g++) {
+        float value = widen(from[g]);
+        for (int64_t end = g + 1 < w.groups ? half + each : halves; half < end; half++) to[half] = value;
+    }
+}
+
+// The scale of every half block of the first row, then the zero points.
+static inline void spread_scales(const Rows<int4> &w, float *scales) {
+    int64_t halves = 2 * blocks_of(w.depth);
+    for (int part = 0; part < (w.zero_points ? 2 : 1); part++) {
+        if (w.short_scales) spread((const bf16 *)w.scales + part * w.groups, w, scales + part * halves);
+        else spread((const float *)w.scales + part * w.groups, w, scales + part * halves);
+    }
+    if (!w.zero_points) std::fill(scales + halves, scales + 2 * halves, 8.0f);
 }
 
 #ifdef __AVX512F__
@@ -93,17 +108,23 @@ static inline void widen_block(const int4 *from, const float *scales, const floa
 
 #endif
 
+static float *room_for_scales(int64_t count) {
+    static thread_local std::vector<float> scales;
+    scales.resize(std::max<int64_t>(count, scales.size()));
+    return scales.data();
+}
+
 // As of products.h. A row's surplus values land where the next row begins, and are overwritten by it.
 static inline Rows<bf16> widened(const Rows<int4> &rows, int64_t columns, std::vector<bf16> &values) {
-    static thread_local std::vector<float> scales;
     int64_t blocks = blocks_of(rows.depth);
-    scales.resize(4 * blocks);
+    float *scales = room_for_scales(4 * blocks);
     values.resize(columns * rows.depth + BLOCK);
-    for (int64_t c = 0; c < columns; c++) {
+    bf16 *to = values.data();
+    for (int64_t c = 0; c < columns; c++, to += rows.depth) {
         Rows<int4> row = rows.from(c);
-        spread_scales(row, scales.data(), scales.data() + 2 * blocks);
+        spread_scales(row, scales);
         for (int64_t b = 0; b < blocks; b++)
-            widen_block(row.values + b * HALF, &scales[2 * b], &scales[2 * (blocks + b)], &values[c * rows.depth + b * BLOCK]);
+            widen_block(row.values + b * HALF, scales + 2 * b, scales + 2 * (blocks + b), to + b * BLOCK);
     }
     return {values.data(), rows.depth, nullptr, 1, 0, 0};
 }
@@ -113,13 +134,12 @@ static inline Rows<bf16> widened(const Rows<int4> &rows, int64_t columns, std::v
 // COLUMNS matrix rows from memory with R token rows, widened in registers, while the COLUMNS rows behind them are fetched.
 template <int R>
 static void multiply_int4(const bf16 *const *x, const Rows<int4> &w, float *out) {
-    static thread_local std::vector<float> scales;
     int64_t blocks = blocks_of(w.depth), bytes = row_bytes<int4>(w.depth);
-    scales.resize(COLUMNS * 4 * blocks);
-    for (int c = 0; c < COLUMNS; c++)
-        spread_scales(w.from(c), &scales[4 * c * blocks], &scales[(4 * c + 2) * blocks]);
+    float *scales = room_for_scales(COLUMNS * 4 * blocks);
+    for (int c = 0; c < COLUMNS; c++) spread_scales(w.from(c), scales + 4 * c * blocks);
     Sum sums[R][COLUMNS] = {};
-    const char *next = (const char *)w.values + COLUMNS * bytes;
+    const char *next = (const char *)w.values + INT4_AHEAD, *next_scales = w.scales + 2 * COLUMNS * w.scale_bytes();
+    for (int64_t i = 0; i < COLUMNS * w.scale_bytes(); i += 64) __builtin_prefetch(next_scales + i);
     for (int64_t b = 0; b < blocks; b++) {
         for (int64_t i = 0; i < COLUMNS * HALF; i += 64) __builtin_prefetch(next + b * COLUMNS * HALF + i);
         Packed low[R], high[R];
@@ -131,7 +151,7 @@ static void multiply_int4(const bf16 *const *x, const Rows<int4> &w, float *out)
         }
         for (int c = 0; c < COLUMNS; c++) {
             Packed first, second;
-            const float *own = &scales[4 * c * blocks + 2 * b];
+            const float *own = scales + 4 * c * blocks + 2 * b;
             widen_block(w.values + c * bytes + b * HALF, own, own + 2 * blocks, first, second);
             for (int r = 0; r < R; r++) sums[r][c] = add_products(sums[r][c], first, low[r]);
             for (int r = 0; r < R; r++) sums[r][c] = add_products(sums[r][c], second, high[r]);
@@ -150,6 +170,8 @@ static void multiply(int64_t rows, const bf16 *const *x, const Rows<int4> &w, in
 #ifdef __AVX512BF16__
         if (rows == 1) { multiply_int4<1>(x, w.from(c), out + c); continue; }
         if (rows == 2) { multiply_int4<2>(x, w.from(c), out + c); continue; }
+        if (rows == 3) { multiply_int4<3>(x, w.from(c), out + c); continue; }
+        if (rows == 4) { multiply_int4<4>(x, w.from(c), out + c); continue; }
 #endif
         Rows<bf16> wide = widened(w.from(c), COLUMNS, values);
         const char *next = (const char *)w.from(c + COLUMNS).values;
