@@ -77,7 +77,7 @@ void gate_up_task(const ExpertsCall &call, const Work &work, int64_t column, int
     Rows<W> ups = rows_of<W>(call.gate_up, call.gate_up_scales, 2 * work.slot + 1, call.inner, call.hidden, column);
     if (sizeof(W) == sizeof(bf16) || work.num_rows <= TILE_ROWS)
         return gate_up_rows(call, work, column, columns, gates, ups);
-    static thread_local std::vector<bf16> gate_values, up_values;
+    static thread_local Panel gate_values, up_values;
     gate_up_rows(call, work, column, columns, widened(gates, columns, gate_values), widened(ups, columns, up_values));
 }
 
@@ -100,7 +100,7 @@ template <typename W>
 void down_task(const ExpertsCall &call, const Work &work, int64_t column, int64_t columns) {
     Rows<W> w = rows_of<W>(call.down, call.down_scales, work.slot, call.hidden, call.inner, column);
     if (sizeof(W) == sizeof(bf16) || work.num_rows <= TILE_ROWS) return down_rows(call, work, column, columns, w);
-    static thread_local std::vector<bf16> values;
+    static thread_local Panel values;
     down_rows(call, work, column, columns, widened(w, columns, values));
 }
 

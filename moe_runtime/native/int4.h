@@ -115,18 +115,18 @@ static float *room_for_scales(int64_t count) {
 }
 
 // As of products.h. A row's surplus values land where the next row begins, and are overwritten by it.
-static inline Rows<bf16> widened(const Rows<int4> &rows, int64_t columns, std::vector<bf16> &values) {
+static inline Rows<bf16> widened(const Rows<int4> &rows, int64_t columns, Panel &panel) {
     int64_t blocks = blocks_of(rows.depth);
     float *scales = room_for_scales(4 * blocks);
-    values.resize(columns * rows.depth + BLOCK);
-    bf16 *to = values.data();
+    panel.resize((columns * rows.depth + BLOCK + 31) / 32);
+    bf16 *values = panel.data()->values, *to = values;
     for (int64_t c = 0; c < columns; c++, to += rows.depth) {
         Rows<int4> row = rows.from(c);
         spread_scales(row, scales);
         for (int64_t b = 0; b < blocks; b++)
             widen_block(row.values + b * HALF, scales + 2 * b, scales + 2 * (blocks + b), to + b * BLOCK);
     }
-    return {values.data(), rows.depth, nullptr, 1, 0, 0};
+    return {values, rows.depth, nullptr, 1, 0, 0};
 }
 
 #ifdef __AVX512BF16__
@@ -157,14 +157,14 @@ static void multiply_int4(const bf16 *const *x, const Rows<int4> &w, float *out)
             for (int r = 0; r < R; r++) sums[r][c] = add_products(sums[r][c], second, high[r]);
         }
     }
-    for (int r = 0; r < R; r++) reduce4(sums[r], out + r * MAX_BLOCK);
+    reduce_rows<R>(sums, out, MAX_BLOCK);
 }
 
 #endif
 
 // As of products.h.
 static void multiply(int64_t rows, const bf16 *const *x, const Rows<int4> &w, int64_t columns, const bf16 *bias, bool fetch, float *out) {
-    static thread_local std::vector<bf16> values;
+    static thread_local Panel values;
     int64_t c = 0;
     for (; c + COLUMNS <= columns; c += COLUMNS) {
 #ifdef __AVX512BF16__
