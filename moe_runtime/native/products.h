@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "vectors.h"
+#include "lanes.h"
 
 constexpr int COLUMNS = 4;        // Matrix rows multiplied at once.
 constexpr int64_t GROUP = 128;    // Values along a matrix row that share a scale, where scales change along it.
@@ -15,10 +15,11 @@ constexpr int64_t MAX_BLOCK = 64; // Matrix rows of one task, at most; the dista
 constexpr int64_t BLOCK_BYTES = 131072;  // Of one matrix in one task, about.
 #ifdef __AVX512F__
 constexpr int ROWS = 6;           // Token rows multiplied at once: 24 sums of the 32 registers.
+constexpr int64_t TILE_ROWS = 12; // Token rows that stay in the first cache while a matrix goes by; more lie in the same sets too often.
 #else
 constexpr int ROWS = 2;           // 8 sums of 16.
+constexpr int64_t TILE_ROWS = 6;
 #endif
-constexpr int64_t TILE_ROWS = 3 * ROWS;  // Token rows that stay in the first cache while a matrix goes by.
 
 // Types of the values of a matrix.
 enum Format { BF16, FP8, INT8, INT4 };
@@ -34,7 +35,10 @@ struct Rows {
     int64_t first;            // Number of the first row, in the matrix whose first scale is scales[0].
 
     Rows from(int64_t row) const { return {values + row * depth, depth, scales, rows_per_scale, groups, first + row}; }
-    const float *scales_of(int64_t row) const { return scales + (first + row) / rows_per_scale * groups; }
+    // Without a division where it is one for each row: it is asked for as often as there are results of a task.
+    const float *scales_of(int64_t row) const {
+        return scales + (rows_per_scale == 1 ? first + row : (first + row) / rows_per_scale) * groups;
+    }
 };
 
 // What to fetch into the cache while multiplying: `lines` cache lines for each that is read, from `from` on.
@@ -186,13 +190,11 @@ static Rows<bf16> widened(const Rows<W> &rows, int64_t columns, Panel &panel) {
     bf16 *values = panel.data()->values;
     widen_all(rows.values, columns * rows.depth, values);
     if (rows.groups <= 1) return {values, rows.depth, rows.scales, rows.rows_per_scale, rows.groups, rows.first};
-    for (int64_t c = 0; c < columns; c++)
-        for (int64_t k = 0; k < rows.depth; k += GROUP) {
-            float scale = rows.scales_of(c)[k / GROUP];
-            bf16 *group = values + c * rows.depth + k;
-            int64_t count = std::min(GROUP, rows.depth - k);
-            for (int64_t i = 0; i < count; i++) group[i] = narrow(widen(group[i]) * scale);
-        }
+    for (int64_t c = 0; c < columns; c++) {
+        const float *scales = rows.scales_of(c);
+        for (int64_t k = 0; k < rows.depth; k += GROUP)
+            scale_all(values + c * rows.depth + k, std::min(GROUP, rows.depth - k), scales[k / GROUP]);
+    }
     return {values, rows.depth, nullptr, 1, 0, rows.first};
 }
 

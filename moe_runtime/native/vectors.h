@@ -139,11 +139,14 @@ static inline Packed load_first(const W *from, int64_t count) {
     return load(values);
 }
 
+constexpr int64_t WIDEN_AHEAD = 4096;  // Bytes between what is widened and what is fetched then: a panel comes from memory.
+
 // So many values in bfloat16.
 template <typename W>
 static inline void widen_all(const W *from, int64_t count, bf16 *to) {
     int64_t i = 0;
     for (; i + STEP <= count; i += STEP) {
+        __builtin_prefetch((const char *)(from + i) + WIDEN_AHEAD);
         Packed values = load(from + i);
         memcpy(to + i, &values, sizeof values);
     }
