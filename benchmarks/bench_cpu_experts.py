@@ -3,7 +3,7 @@
     python benchmarks/bench_cpu_experts.py --threads 2 --tokens 1,4,16,64,1024 [--scheme bfloat16,int8_channel] [--out FILE]
 
 Every layer has weights of its own, so that they come from memory as in a served model. Kernels and bounds take turns, and medians
-are shown. The bound of a step is the longer of two times: reading each weight that a row needs once, at the rate at which torch
+are shown. The bound of a step is the longer of two times: reading each weight that a row needs once, with its scales, at the rate at which torch
 sums an array of 1 GiB, and its operations at the rate of torch's product of two bfloat16 matrices of 2048 x 2048.
 """
 
@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -23,10 +24,17 @@ from moe_runtime.experts.base import ExpertKernel, ExpertNeed, ExpertWeights
 from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.cpu_native import NativeExperts
 from moe_runtime.native.build import load_native
-from moe_runtime.quantization import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, QuantScheme
+from moe_runtime.quantization import (
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    INT4_MADE,
+    INT8_CHANNEL,
+    QuantScheme,
+)
 
 SCHEMES: dict[str, QuantScheme | None] = {"bfloat16": None} | {
-    s.name: s for s in (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL)
+    s.name: s for s in (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, INT4_MADE)
 }
 
 
@@ -52,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def make_layers(args: argparse.Namespace, scheme: QuantScheme | None) -> list[ExpertWeights]:
-    """Random weights of every layer."""
+    """Weights of every layer, each in memory of its own; the values are random, and the same in all."""
 
     def layer() -> ExpertWeights:
         gate_up = torch.randn(args.experts, 2, args.inner, args.hidden, dtype=torch.bfloat16)
@@ -70,7 +78,9 @@ def make_layers(args: argparse.Namespace, scheme: QuantScheme | None) -> list[Ex
             down_scale=down_scale,
         )
 
-    return [layer() for _ in range(args.layers)]
+    first = layer()
+    tensors = {f.name: v for f in fields(first) if isinstance(v := getattr(first, f.name), torch.Tensor)}
+    return [replace(first, **{n: t.clone() for n, t in tensors.items()}) for _ in range(args.layers)]  # type: ignore[arg-type]
 
 
 def make_batch(args: argparse.Namespace, num_tokens: int) -> ExpertBatch:
@@ -127,7 +137,8 @@ def measure(
         read = num_values * seconds(array.sum) / array.nbytes
         compute = operations * seconds(lambda: square @ square) / (2 * 2048**3)
         for scheme, found in times.items():
-            found["bound"].append(max(read * layers[scheme][0].down_pDF.element_size(), compute))
+            bytes_per_value = layers[scheme][0].num_bytes / (args.experts * matrix_values)
+            found["bound"].append(max(read * bytes_per_value, compute))
             for name, kernel in kernels.items():
                 found[name].append(seconds(lambda k=kernel, s=scheme: step(k, s)))  # type: ignore[misc]
     return {s: {name: 1e3 * statistics.median(t) for name, t in found.items()} for s, found in times.items()}

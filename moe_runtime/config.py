@@ -80,8 +80,8 @@ class EngineConfig(_Checked):
     dtype: str = _field(AUTO, "model", "Type of weights and activations; auto: the checkpoint's",
                         choices=(AUTO, "float32", "bfloat16", "float16"))
     quantization: str = _field(AUTO, "model", "How experts are kept in memory; auto: as the checkpoint has them; none: in the model's type;"
-                               " fp8: scales per block of 128 x 128, fp8_channel: per output channel, fp8_tensor: per matrix; int8: scales per output channel, on CPUs, of dense layers too",
-                               choices=(AUTO, "none", "fp8", "fp8_channel", "fp8_tensor", "int8"))
+                               " fp8: scales per block of 128 x 128, fp8_channel: per output channel, fp8_tensor: per matrix; int8: scales per output channel, int4: per group of values, both on CPUs, of dense layers too",
+                               choices=(AUTO, "none", "fp8", "fp8_channel", "fp8_tensor", "int8", "int4"))
     max_model_len: int | None = _field(None, "model", "Longest prompt plus output, in tokens; default: the model's", aliases=("context-length",), low=1)
     seed: int = _field(0, "model", "Seed for requests that give none is drawn from this", aliases=("random-seed",))
 

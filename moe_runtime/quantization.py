@@ -1,9 +1,9 @@
-"""FP8 and int8 weights, FP8 activations: how values become bytes and scales, and back. The oracle for all kernels that use them.
+"""FP8, int8 and int4 weights, FP8 activations: how values become bytes and scales, and back. The oracle for all kernels that use them.
 
 A value is payload * scale. FP8 weights [out, in] have a scale per block of 128 x 128, per output channel, or per tensor, int8
 weights per output channel; activations, rounded as they come, per group of 128 along a row for block weights, else per row.
 Payload is float8 e4m3 (Micikevicius et al., 2022) or int8 from -127 to 127 (symmetric: no zero point; a file may have -128 too), scales
-are float32.
+are float32. int4 weights have a scale, and may have a zero point, per group of values along a row: see `int4`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from moe_runtime import int4
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -27,28 +29,50 @@ class QuantScheme:
     """How the experts' weights are stored. `None` stands for weights in the model's own dtype."""
 
     name: str
-    """`fp8_block`, `fp8_channel`, `fp8_tensor` or `int8_channel`."""
+    """`fp8_block`, `fp8_channel`, `fp8_tensor`, `int8_channel`, or as of `int4_scheme`."""
+    group: int = 0
+    """int4: values along a row that share a scale; 0: all of the row."""
+    zero_points: bool = False
+    """int4: whether groups have zero points too."""
+    short_scales: bool = False
+    """int4: whether scales and zero points are bfloat16 in memory, not float32."""
 
     @property
     def payload(self) -> torch.dtype:
-        """Type of the values: FP8 or torch.int8."""
-        return torch.int8 if self.name == "int8_channel" else FP8
+        """Type of the payload: FP8, torch.int8, or torch.uint8 for two int4 values."""
+        return {"int4": torch.uint8, "int8": torch.int8}.get(self.payload_name, FP8)
 
     @property
     def payload_name(self) -> str:
-        """`FP8` or `int8`, for messages."""
-        return "FP8" if self.payload == FP8 else "int8"
+        """`FP8`, `int8` or `int4`, for messages."""
+        kind = self.name.partition("_")[0]
+        return "FP8" if kind == "fp8" else kind
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Type of the scales in memory."""
+        return torch.bfloat16 if self.short_scales else torch.float32
+
+    def payload_shape(self, num_out: int, num_in: int) -> tuple[int, int]:
+        """Shape of the payload of an [out, in] matrix: rows of bytes for int4, else its own."""
+        return num_out, int4.packed_bytes(num_in) if self.payload == torch.uint8 else num_in
 
     @property
     def per_channel(self) -> bool:
-        """Whether each row of a matrix, an output channel, has a scale."""
-        return self.name in ("fp8_channel", "int8_channel")
+        """Whether each row of a matrix, an output channel, has scales of its own."""
+        return self.name == "fp8_channel" or self.payload != FP8
 
     def scale_shape(self, num_out: int, num_in: int) -> tuple[int, int]:
         """Shape of the scales of an [out, in] matrix."""
         if self.name == "fp8_block":
             return -(-num_out // GROUP), -(-num_in // GROUP)
+        if self.payload == torch.uint8:
+            return num_out, -(-num_in // self.group_of(num_in)) * (2 if self.zero_points else 1)
         return (num_out, 1) if self.per_channel else (1, 1)
+
+    def group_of(self, num_in: int) -> int:
+        """int4: values of a row of so many that share a scale."""
+        return self.group or max(1, num_in)
 
     @property
     def row_step(self) -> int:
@@ -62,12 +86,19 @@ class QuantScheme:
         return scale[first:stop] if self.per_channel else scale
 
     def quantize_weight(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """weight: (..., out, in). Returns the payload, of that shape, and float32 scales (..., *scale_shape(out, in))."""
-        scale = self.scale_of(self.largest(weight))
+        """weight: (..., out, in). Returns the payload (..., *payload_shape(out, in)) and scales (..., *scale_shape(out, in))."""
+        scale = self.scales_for(weight).to(self.scale_dtype)
         return self.encode(weight, scale), scale
 
+    def scales_for(self, weight: torch.Tensor) -> torch.Tensor:
+        """weight: (..., out, in). Scales to encode it with, float32 (..., *scale_shape(out, in)); int4 with zero points only."""
+        if self.payload == torch.uint8:
+            assert self.zero_points, self.name
+            return int4.best_scales(weight, self.group_of(weight.shape[-1]))
+        return self.scale_of(self.largest(weight))
+
     def largest(self, weight: torch.Tensor) -> torch.Tensor:
-        """weight: (..., out, in). The largest magnitude of the values that share a scale, float32 (..., *scale_shape(out, in))."""
+        """weight: (..., out, in), not for int4. The largest magnitude of the values that share a scale, float32 (..., *scale_shape(out, in))."""
         *lead, num_out, num_in = weight.shape
         rows, columns = self.scale_shape(num_out, num_in)
         high, wide = (GROUP, GROUP) if self.name == "fp8_block" else (-(-num_out // rows), num_in)
@@ -77,7 +108,9 @@ class QuantScheme:
         return padded.abs().view(*lead, rows, high, columns, wide).amax(dim=(-3, -1))
 
     def encode(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """weight: (..., out, in). The payload under scales (..., *scale_shape(out, in)); int8 rounds ties to even."""
+        """weight: (..., out, in). The payload under scales (..., *scale_shape(out, in)); integers round ties to even."""
+        if self.payload == torch.uint8:
+            return int4.encode(weight, *self._spread_groups(scale, weight.shape[-1]))
         codes = weight.float() / self._spread(scale, *weight.shape[-2:])
         if self.payload == FP8:
             return _to_fp8(codes)
@@ -97,8 +130,13 @@ class QuantScheme:
             return torch.where(ratio > 0, power, 1.0)
         return torch.where(largest == 0, 1.0, largest / INT8_MAX)
 
-    def dequantize(self, payload: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """payload: (..., out, in), scale as of quantize_weight. Returns float32."""
+    def dequantize(
+        self, payload: torch.Tensor, scale: torch.Tensor, num_in: int | None = None
+    ) -> torch.Tensor:
+        """payload, scale as of quantize_weight; num_in: the matrix's, which int4 does not show. Returns float32 (..., out, in)."""
+        if self.payload == torch.uint8:
+            assert num_in is not None
+            return int4.dequantize(payload, *self._spread_groups(scale, num_in), num_in)
         values = fp8_to_float(payload) if self.payload == FP8 else payload.float()
         return values * self._spread(scale, *payload.shape[-2:])
 
@@ -124,9 +162,30 @@ class QuantScheme:
             return scale
         return scale.repeat_interleave(GROUP, -2)[..., :num_out, :].repeat_interleave(GROUP, -1)[..., :num_in]
 
+    def _spread_groups(self, scale: torch.Tensor, num_in: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """int4: the scale and the zero point of every value, float32."""
+        wide = scale.float().repeat_interleave(self.group_of(num_in), -1)
+        if not self.zero_points:
+            return wide[..., :num_in], wide.new_full((1,), int4.MIDDLE)
+        scales, zeros = wide.chunk(2, dim=-1)
+        return scales[..., :num_in], zeros[..., :num_in]
+
 
 FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR = (QuantScheme(n) for n in ("fp8_block", "fp8_channel", "fp8_tensor"))
 INT8_CHANNEL = QuantScheme("int8_channel")
+INT4_GROUPS = (32, 64, 128)
+"""Values that may share a scale, but for whole rows."""
+
+
+INT4_MADE = QuantScheme("int4_group32_bf16", 32, zero_points=True, short_scales=True)
+"""What weights become while they are loaded."""
+
+
+def int4_scheme(group: int, zero_points: bool = False) -> QuantScheme:
+    """How files have int4: `int4_group32` and the like, `int4_channel` for group 0 (whole rows); with `_zero_points` behind it if there are any."""
+    assert group in (0, *INT4_GROUPS), group
+    name = f"int4_group{group}" if group else "int4_channel"
+    return QuantScheme(name + ("_zero_points" if zero_points else ""), group, zero_points)
 
 
 def quantize_rows(x: torch.Tensor, group: int = GROUP) -> tuple[torch.Tensor, torch.Tensor]:

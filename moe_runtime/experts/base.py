@@ -19,9 +19,9 @@ class ExpertWeights:
     """Weights of one layer's local slots, [slot, out, in]. Empty slots receive no rows, and may be written while others are read."""
 
     gate_up_pFD: torch.Tensor
-    """[p, 2F, D]: rows 0..F-1 gate, F..2F-1 up; [p, F, D] for an activation without a gate. Under a scheme of its payload type."""
+    """[p, 2F, D]: rows 0..F-1 gate, F..2F-1 up; [p, F, D] for an activation without a gate. Under a scheme of its payload's type and shape."""
     down_pDF: torch.Tensor
-    """[p, D, F]. Of the same type."""
+    """[p, D, F]. Of the same kind."""
     activation: str
     """A name of `layers.activation`."""
     activation_limit: float | None = None
@@ -31,11 +31,18 @@ class ExpertWeights:
     down_bias_pD: torch.Tensor | None = None
     scheme: QuantScheme | None = None
     gate_up_scale: torch.Tensor | None = None
-    """float32 [p, parts, *scheme.scale_shape(F, D)]; parts is 2, gate then up, or 1 without a gate."""
+    """scheme.scale_dtype [p, parts, *scheme.scale_shape(F, D)]; parts is 2, gate then up, or 1 without a gate."""
     down_scale: torch.Tensor | None = None
-    """float32 [p, *scheme.scale_shape(D, F)]."""
+    """scheme.scale_dtype [p, *scheme.scale_shape(D, F)]."""
     quantize_activations: bool = False
     """Under an FP8 scheme: whether x and the activation's result are rounded to FP8 too (W8A8), or stay as they are (W8A16)."""
+
+    @property
+    def inner(self) -> int:
+        """F."""
+        if self.gate_up_scale is None:
+            return self.down_pDF.shape[2]
+        return self.gate_up_pFD.shape[1] // self.gate_up_scale.shape[1]
 
     @property
     def num_bytes(self) -> int:
@@ -49,15 +56,15 @@ class ExpertWeights:
             return self.gate_up_pFD[slot].float()
         assert self.gate_up_scale is not None
         scale = self.gate_up_scale[slot]
-        parts = self.gate_up_pFD[slot].chunk(scale.shape[0])
-        return torch.cat([self.scheme.dequantize(w, s) for w, s in zip(parts, scale, strict=True)])
+        parts, hidden = self.gate_up_pFD[slot].chunk(scale.shape[0]), self.down_pDF.shape[1]
+        return torch.cat([self.scheme.dequantize(w, s, hidden) for w, s in zip(parts, scale, strict=True)])
 
     def dequantize_down(self, slot: int) -> torch.Tensor:
         """A slot's [D, F] in float32."""
         if self.scheme is None:
             return self.down_pDF[slot].float()
         assert self.down_scale is not None
-        return self.scheme.dequantize(self.down_pDF[slot], self.down_scale[slot])
+        return self.scheme.dequantize(self.down_pDF[slot], self.down_scale[slot], self.inner)
 
 
 @dataclass(frozen=True)

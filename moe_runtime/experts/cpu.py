@@ -1,6 +1,6 @@
 """Experts on CPUs: for every local slot that has rows, gather them and multiply twice.
 
-FP8 and int8 weights are brought back to the model's dtype a tile at a time, in a buffer that is used again and again, and multiplied as
+FP8, int8 and int4 weights are brought back to the model's dtype a tile at a time, in a buffer that is used again and again, and multiplied as
 other weights are (W8A16).
 
 Legend: S expert rows, n rows of one tile, D hidden, F expert intermediate size, O out and I in of one matrix, p slots.
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_runtime.experts.base import wide_tokens
+from moe_runtime.int4 import BLOCK, LARGEST_CODE, MIDDLE
 from moe_runtime.layers.activation import expert_activation, expert_activation_problem
 from moe_runtime.quantization import GROUP
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 ROW_TILE = 1024
 """Most rows multiplied at once: enough to be bound by arithmetic, and it bounds the memory a hot slot takes."""
 DEQUANT_TILE = 1 << 20
-"""Values of a matrix brought back from FP8 or int8 at once, about: few enough to stay in a cache until they are multiplied."""
+"""Values of a matrix brought back from FP8, int8 or int4 at once, about: few enough to stay in a cache until they are multiplied."""
 
 
 class CpuExperts:
@@ -78,7 +79,7 @@ def _at(tensor: torch.Tensor | None, slot: int) -> torch.Tensor | None:
 
 
 class _Matrix:
-    """One expert's [O, I] matrix, whatever it is stored as."""
+    """One expert's [O, I] matrix, whatever it is stored as; int4 rows are bytes."""
 
     def __init__(
         self,
@@ -97,31 +98,32 @@ class _Matrix:
         """out = x W^T + bias; returns out."""
         if self.scheme is not None and self.quantize_activations:
             x_nI = self.scheme.round_rows(x_nI)
-        for rows, tile_OI in self._tiles(x_nI.dtype):
+        for rows, tile_OI in self._tiles(x_nI.dtype, x_nI.shape[1]):
             if self.bias_O is None:
                 torch.mm(x_nI, tile_OI.t(), out=out_nO[:, rows])
             else:
                 torch.addmm(self.bias_O[rows], x_nI, tile_OI.t(), out=out_nO[:, rows])
         return out_nO
 
-    def _tiles(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _tiles(self, dtype: torch.dtype, num_in: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """Rows of the matrix and their values, which are valid until the next tile."""
         if self.scheme is None:
             yield slice(0, self.num_out), self.stored_OI
             return
         assert self.scales is not None
-        num_in, step = self.stored_OI.shape[1], self.scheme.row_step
-        height = max(step, DEQUANT_TILE // num_in // step * step)
-        scratch = torch.empty(height * num_in, dtype=torch.int32)
+        step = self.scheme.row_step
+        width = 2 * self.stored_OI.shape[1] if self.scheme.payload == torch.uint8 else num_in
+        height = max(step, DEQUANT_TILE // width // step * step)
+        scratch = torch.empty(height * width, dtype=torch.int32)
         part_rows = self.num_out // self.scales.shape[0]
         for part, scale in enumerate(self.scales):
             for first in range(0, part_rows, height):
                 stop = min(first + height, part_rows)
                 rows = slice(part * part_rows + first, part * part_rows + stop)
                 payload = self.stored_OI[rows]
-                buffer = scratch[: payload.numel()].view(payload.shape)
+                buffer = scratch[: width * (stop - first)].view(stop - first, width)
                 values = _dequantize(payload, self.scheme, self.scheme.scale_rows(scale, first, stop), buffer)
-                yield rows, values.to(dtype)
+                yield rows, values[:, :num_in].to(dtype)
 
 
 def _dequantize(
@@ -131,7 +133,10 @@ def _dequantize(
 
     The bits of e4m3, moved to the same places of a float32 (its lowest exponent bits and highest of the mantissa), are the value
     times 2^(7 - 127), as the exponents' biases are 7 and 127; subnormal values too. NaN, which is not kept, is refused on loading.
+    int4 needs a buffer of whole blocks, and leaves values behind the ends of the rows.
     """
+    if scheme.payload == torch.uint8:
+        return _dequantize_int4(payload_OI, scheme, scale, buffer_OI.view(torch.float32))
     if scheme.payload == torch.int8:
         return buffer_OI.view(torch.float32).copy_(payload_OI).mul_(scale)
     buffer_OI.copy_(payload_OI.view(torch.int8)).bitwise_left_shift_(20).bitwise_and_(SIGN_AND_VALUE)
@@ -143,6 +148,31 @@ def _dequantize(
     values_OI[: whole * GROUP].view(whole, GROUP, payload_OI.shape[1]).mul_(wide[:whole, None])
     if whole < wide.shape[0]:
         values_OI[whole * GROUP :].mul_(wide[whole])
+    return values_OI
+
+
+def _dequantize_int4(
+    payload: torch.Tensor, scheme: QuantScheme, scale: torch.Tensor, values_OI: torch.Tensor
+) -> torch.Tensor:
+    """Fills values_OI: float32, of whole blocks."""
+    scale = scale.float()
+    num_rows, width = values_OI.shape
+    halves = values_OI.view(num_rows, width // BLOCK, 2, BLOCK // 2)
+    pairs = payload.view(num_rows, width // BLOCK, BLOCK // 2)
+    halves[:, :, 0].copy_(pairs & LARGEST_CODE)
+    halves[:, :, 1].copy_(pairs >> 4)
+    if scheme.zero_points:
+        scale, zero = scale.chunk(2, dim=1)
+    else:
+        zero = scale.new_full((1,), MIDDLE).expand_as(scale)
+    # The last group of a row may be shorter, and behind it may be less or more than a group of surplus codes.
+    group = scheme.group or width
+    whole = min(width // group, scale.shape[1])
+    parts = [(values_OI[:, : whole * group].view(num_rows, whole, group), slice(0, whole))]
+    if whole < scale.shape[1]:
+        parts.append((values_OI[:, whole * group :].unsqueeze(1), slice(whole, None)))
+    for values, groups in parts:
+        values.sub_(zero[:, groups, None]).mul_(scale[:, groups, None])
     return values_OI
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, SWIGLU_OAI: 4}
 """As the enum Activation in native/activation.h."""
-FORMAT_CODES = {torch.bfloat16: 0, FP8: 1, torch.int8: 2}
+FORMAT_CODES = {torch.bfloat16: 0, FP8: 1, torch.int8: 2, torch.uint8: 3}
 """As the enum Format in native/products.h."""
 WORK_INTS = 3
 """int64 values that the library keeps for a slot."""
@@ -43,6 +43,9 @@ class _Scales(ctypes.Structure):
         ("rows_per_scale", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("groups", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("zero_points", ctypes.c_int64),
+        ("short_scales", ctypes.c_int64),
     )
 
 
@@ -94,7 +97,7 @@ class NativeExperts:
             tokens_RD = tokens_RD.contiguous()
         row_index_S, rows_p = batch.row_index_S.contiguous(), batch.num_rows_p.contiguous()
         num_rows, hidden = row_index_S.shape[0], tokens_RD.shape[1]
-        num_slots, _, inner = weights.down_pDF.shape
+        num_slots, inner = weights.down_pDF.shape[0], weights.inner
         _check(weights, num_slots, hidden, inner, rows_p)
         h_SF = tokens_RD.new_empty(num_rows, inner)
         y_SD = tokens_RD.new_empty(num_rows, hidden)
@@ -130,17 +133,21 @@ PROBLEMS = {-1: "a row's token is not in the batch", -2: "the slots' rows are no
 
 def _check(weights: ExpertWeights, num_slots: int, hidden: int, inner: int, rows_p: torch.Tensor) -> None:
     """That memory is as the library expects it."""
-    stored = torch.bfloat16 if weights.scheme is None else weights.scheme.payload
+    scheme = weights.scheme
+    stored = torch.bfloat16 if scheme is None else scheme.payload
+    shapes = (2 * inner, hidden), (hidden, inner)
+    if scheme is not None:
+        shapes = scheme.payload_shape(*shapes[0]), scheme.payload_shape(*shapes[1])
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        "gate_up_pFD": (stored, (num_slots, 2 * inner, hidden)),
-        "down_pDF": (stored, (num_slots, hidden, inner)),
+        "gate_up_pFD": (stored, (num_slots, *shapes[0])),
+        "down_pDF": (stored, (num_slots, *shapes[1])),
         "gate_up_bias_pF": (torch.bfloat16, (num_slots, 2 * inner)),
         "down_bias_pD": (torch.bfloat16, (num_slots, hidden)),
     }
-    if weights.scheme is not None:
-        gate_up, down = weights.scheme.scale_shape(inner, hidden), weights.scheme.scale_shape(hidden, inner)
-        expected["gate_up_scale"] = (torch.float32, (num_slots, 2, *gate_up))
-        expected["down_scale"] = (torch.float32, (num_slots, *down))
+    if scheme is not None:
+        gate_up, down = scheme.scale_shape(inner, hidden), scheme.scale_shape(hidden, inner)
+        expected["gate_up_scale"] = (scheme.scale_dtype, (num_slots, 2, *gate_up))
+        expected["down_scale"] = (scheme.scale_dtype, (num_slots, *down))
     for name, (dtype, shape) in expected.items():
         tensor = getattr(weights, name)
         if tensor is not None:
@@ -155,10 +162,13 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
 
 def _scales(weights: ExpertWeights, scale: torch.Tensor | None, num_out: int, num_in: int) -> _Scales:
     """scale: of all slots' matrices (or parts) of num_out rows; none without a scheme."""
-    if weights.scheme is None:
-        return _Scales(None, 1, 0, 0)
-    rows, groups = weights.scheme.scale_shape(num_out, num_in)
+    scheme = weights.scheme
+    if scheme is None:
+        return _Scales(None, 1, 0, 0, 0, 0, 0)
+    rows, columns = scheme.scale_shape(num_out, num_in)
+    groups = columns // 2 if scheme.zero_points else columns
     # Of the rows that share a scale, where it is one for all of them.
-    whole = GROUP if weights.scheme.name == "fp8_block" else max(1, num_out)
-    per_scale = 1 if weights.scheme.per_channel else whole
-    return _Scales(_pointer(scale), per_scale, rows, groups)
+    whole = GROUP if scheme.name == "fp8_block" else max(1, num_out)
+    per_scale = 1 if scheme.per_channel else whole
+    kind = scheme.group_of(num_in), scheme.zero_points, scheme.short_scales
+    return _Scales(_pointer(scale), per_scale, rows, groups, *kind)

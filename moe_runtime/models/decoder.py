@@ -109,14 +109,16 @@ class MoeMlp(nn.Module):
         self.router = Linear(hidden, spec.num_experts, dtype, device, ops)
         self.scheme, self.quantize_activations = spec.expert_scheme, spec.quantize_activations
         stored = dtype if self.scheme is None else self.scheme.payload
-        self.gate_up = weight(num_slots, 2 * inner, hidden, dtype=stored, device=device)
-        self.down = weight(num_slots, hidden, inner, dtype=stored, device=device)
+        shapes = (2 * inner, hidden), (hidden, inner)
+        if self.scheme is not None:
+            shapes = self.scheme.payload_shape(*shapes[0]), self.scheme.payload_shape(*shapes[1])
+        self.gate_up, self.down = (weight(num_slots, *s, dtype=stored, device=device) for s in shapes)
         self.gate_up_scale: nn.Parameter | None = None
         self.down_scale: nn.Parameter | None = None
         if self.scheme is not None:
             gate_up, down = self.scheme.scale_shape(inner, hidden), self.scheme.scale_shape(hidden, inner)
-            self.gate_up_scale = weight(num_slots, 2, *gate_up, dtype=torch.float32, device=device)
-            self.down_scale = weight(num_slots, *down, dtype=torch.float32, device=device)
+            self.gate_up_scale = weight(num_slots, 2, *gate_up, dtype=self.scheme.scale_dtype, device=device)
+            self.down_scale = weight(num_slots, *down, dtype=self.scheme.scale_dtype, device=device)
         self.shared_expert: GatedMlp | None = None
         self.shared_expert_gate: Linear | None = None
         if shared:

@@ -1,7 +1,7 @@
-"""`quantization_config` of config.json: which FP8 and int8 checkpoints can be read, and how their weights are stored.
+"""`quantization_config` of config.json: which FP8, int8 and int4 checkpoints can be read, and how their weights are stored.
 
 Two methods are read: `fp8`, as DeepSeek, Qwen and AutoFP8 write it and transformers' FineGrainedFP8Config reads it, and
-`compressed-tensors` with FP8 or int8 weights, as LLM Compressor writes it. Every field is honoured, or refused by name.
+`compressed-tensors` with FP8, int8 or int4 weights, as LLM Compressor writes it. Every field is honoured, or refused by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from moe_runtime.models.quantized_fields import (
     one_of,
 )
 from moe_runtime.models.spec import StoredQuantization
-from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, GROUP, INT8_CHANNEL
+from moe_runtime.quantization import (
+    FP8,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    GROUP,
+    INT4_GROUPS,
+    INT4_MADE,
+    INT8_CHANNEL,
+    int4_scheme,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,13 +48,21 @@ FORMATS = {
     "int": ("int-quantized", "naive-quantized", PACKED_FORMAT),
 }
 STRATEGIES = {
-    "float": {"block": FP8_BLOCK, "channel": FP8_CHANNEL, "tensor": FP8_TENSOR},
-    "int": {"channel": INT8_CHANNEL},
+    ("float", 8): {"block": FP8_BLOCK, "channel": FP8_CHANNEL, "tensor": FP8_TENSOR},
+    ("int", 8): {"channel": INT8_CHANNEL},
+    ("int", 4): {"channel": int4_scheme(0), "group": int4_scheme(INT4_GROUPS[-1])},
 }
-"""For each type of weights, how files have them and what shares a scale."""
+"""For each type of weights and number of bits, what shares a scale; the group's size is in the file."""
+INT4 = ("int", 4)
 CALIBRATION_ORDERS = ("weight", "static")
 """Values of `actorder` that say in which order columns were calibrated; in the file they are where they belong."""
-ASKED = {"fp8": FP8_BLOCK, "fp8_channel": FP8_CHANNEL, "fp8_tensor": FP8_TENSOR, "int8": INT8_CHANNEL}
+ASKED = {
+    "fp8": FP8_BLOCK,
+    "fp8_channel": FP8_CHANNEL,
+    "fp8_tensor": FP8_TENSOR,
+    "int8": INT8_CHANNEL,
+    "int4": INT4_MADE,
+}
 """Scheme that each value of the `quantization` setting makes of unquantised experts."""
 
 
@@ -63,16 +81,16 @@ def stored_quantization(values: Mapping[str, Any], rules: WeightRules, spec: Mod
         return _compressed_tensors(values, experts)
     raise ConfigError(
         f"quantization_config.quant_method={values.get('quant_method')!r} is not supported; supported are"
-        f" {', '.join(METHODS)} (with FP8 weights; the latter with int8 too), and checkpoints that are not quantised"
+        f" {', '.join(METHODS)} (with FP8 weights; the latter with int8 and int4 too), and checkpoints that are not quantised"
     )
 
 
 def with_weight_schemes(spec: ModelSpec, asked: str, device_type: str = "cpu") -> ModelSpec:
     """The spec with the schemes that experts and dense layers have in memory, for a value of the `quantization` setting.
 
-    Dense layers are quantised where int8 is asked for, if the file has them in int8 or unquantised.
+    Dense layers become int8 where int8 or int4 is asked for, if the file has them in int8 or unquantised.
     On GPUs, which multiply FP8 by FP8, activations are quantised too, unless the checkpoint is of weights only. Raises ConfigError
-    if the checkpoint's experts are already quantised in another way than asked, or would be int8 on a GPU.
+    if the checkpoint's experts are already quantised in another way than asked, or would be integers on a GPU.
     """
     stored = spec.stored.scheme if spec.stored is not None and spec.stored.experts else None
     if asked == "auto":
@@ -86,12 +104,14 @@ def with_weight_schemes(spec: ModelSpec, asked: str, device_type: str = "cpu") -
         )
     else:
         scheme = stored or ASKED[asked]
-    if scheme == INT8_CHANNEL and device_type != "cpu":
+    if scheme is not None and scheme.payload != FP8 and device_type != "cpu":
         ways = "none dequantises them" if stored else "use auto, none or fp8"
-        raise ConfigError(f"quantization={asked!r}: int8 experts are computed on CPUs only; {ways}")
+        raise ConfigError(
+            f"quantization={asked!r}: {scheme.payload_name} experts are computed on CPUs only; {ways}"
+        )
     weights_only = spec.stored is not None and spec.stored.weights_only
     from_int8 = spec.stored is None or spec.stored.scheme == INT8_CHANNEL
-    dense = scheme if asked == "int8" and from_int8 else None
+    dense = INT8_CHANNEL if asked in ("int8", "int4") and from_int8 else None
     both = scheme is not None and scheme.payload == FP8 and device_type != "cpu" and not weights_only
     return dataclasses.replace(spec, expert_scheme=scheme, dense_scheme=dense, quantize_activations=both)
 
@@ -152,7 +172,7 @@ class _Group(NamedTuple):
 
     scheme: QuantScheme
     packed: bool
-    """Whether int8 values lie four to a word of int32."""
+    """Whether int8 or int4 values lie several to a word of int32."""
     inputs: Mapping[str, Any] | None
     """How activations are quantised; None if they are not."""
 
@@ -175,24 +195,44 @@ def _group(group: Any, file_format: Any, where: str) -> _Group:
         inputs = {"num_bits": 8, "type": "int", "dynamic": False, **inputs}
         check_fields(inputs, ACTIVATION_FIELDS, f"{where}.input_activations")
         one_of(inputs, "type", (kind,), None, f"{where}.input_activations", when)
-    return _Group(_scheme(weights, kind, f"{where}.weights"), written == PACKED_FORMAT, inputs)
+    scheme = _scheme(weights, kind, f"{where}.weights")
+    if scheme.payload_name == "int4" and written != PACKED_FORMAT:
+        raise ConfigError(f"{where}: format={written!r}: allowed with weights.num_bits=4 is {PACKED_FORMAT}")
+    return _Group(scheme, written == PACKED_FORMAT, inputs)
 
 
 def _scheme(weights: Mapping[str, Any], kind: str, where: str) -> QuantScheme:
-    strategy = one_of(weights, "strategy", tuple(STRATEGIES[kind]), None, where, f" with type={kind!r}")
+    number = kind, weights["num_bits"]
+    if number not in list(STRATEGIES):
+        bits = " or ".join(str(bits) for name, bits in STRATEGIES if name == kind)
+        raise ConfigError(
+            f"{where}.num_bits={number[1]!r} is not supported; allowed with type={kind!r} is {bits}"
+        )
+    when = f" with type={kind!r}, num_bits={number[1]}"
+    strategy = one_of(weights, "strategy", tuple(STRATEGIES[number]), None, where, when)
     block, group_size = weights.get("block_structure"), weights.get("group_size")
+    symmetric = weights.get("symmetric")
+    if symmetric not in (None, True) and number != INT4:
+        raise ConfigError(
+            f"{where}.symmetric={symmetric!r} is not supported{when}: zero points are read of int4 only"
+        )
     if block != (BLOCK if strategy == "block" else None):
         raise ConfigError(
             f"{where}.block_structure={block!r}: must be {BLOCK} with strategy='block', else null"
         )
+    one_of(weights, "actorder", CALIBRATION_ORDERS, CALIBRATION_ORDERS[0], where)
+    if strategy == "group":
+        if group_size not in INT4_GROUPS:
+            sizes = ", ".join(map(str, INT4_GROUPS))
+            raise ConfigError(f"{where}.group_size={group_size!r}: allowed with strategy='group' are {sizes}")
+        return int4_scheme(group_size, symmetric is False)
     # -1 is another word for a whole row.
     if group_size is not None and (group_size, strategy) != (-1, "channel"):
         raise ConfigError(
-            f"{where}.group_size={group_size!r} is not supported: scales of groups within a row are not read;"
+            f"{where}.group_size={group_size!r} is not supported with strategy={strategy!r};"
             " allowed is null, or -1 with strategy='channel'"
         )
-    one_of(weights, "actorder", CALIBRATION_ORDERS, CALIBRATION_ORDERS[0], where)
-    return STRATEGIES[kind][strategy]
+    return int4_scheme(0, symmetric is False) if number == INT4 else STRATEGIES[number][strategy]
 
 
 def _expert_modules(rules: WeightRules, spec: ModelSpec) -> list[str]:

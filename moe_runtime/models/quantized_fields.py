@@ -49,24 +49,26 @@ GROUP_FIELDS = ConfigFields(
     honoured=frozenset({"targets", "weights", "input_activations", "format"}),
     refused={"output_activations": Refusal(None, "results of layers are not quantised")},
 )
-_NUMBER = {
-    "num_bits": Refusal(8, "only FP8 and int8 are read"),
-    "symmetric": Refusal(True, "zero points are not read"),
-}
 _CALIBRATION = {
     "observer": "calibration only",
     "observer_kwargs": "calibration only",
     "scale_dtype": "the types of the stored tensors show it",
-    "zp_dtype": "there are no zero points",
+    "zp_dtype": "the types of the stored tensors show it",
 }
 WEIGHT_FIELDS = ConfigFields(
-    honoured=frozenset({"type", "strategy", "block_structure", "group_size", "actorder"}),
-    refused=_NUMBER | {"dynamic": Refusal(False, "weights are quantised in the file")},
+    honoured=frozenset(
+        {"type", "num_bits", "symmetric", "strategy", "block_structure", "group_size", "actorder"}
+    ),
+    refused={"dynamic": Refusal(False, "weights are quantised in the file")},
     irrelevant=_CALIBRATION,
 )
 ACTIVATION_FIELDS = ConfigFields(
     honoured=frozenset({"type", "dynamic"}),
-    refused=_NUMBER | {"actorder": Refusal(None, "columns are not reordered")},
+    refused={
+        "num_bits": Refusal(8, "activations are kept, or quantised to 8 bits"),
+        "symmetric": Refusal(True, "zero points of activations are not read"),
+        "actorder": Refusal(None, "columns are not reordered"),
+    },
     irrelevant=_CALIBRATION
     | {
         "strategy": "activations are kept, or quantised as the weights' scheme says",

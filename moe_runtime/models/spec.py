@@ -10,7 +10,7 @@ from moe_runtime.attention.base import AttentionSpec
 from moe_runtime.errors import ConfigError
 from moe_runtime.experts.router import RoutingMethod
 from moe_runtime.layers.rope import RopeSpec
-from moe_runtime.quantization import QuantScheme
+from moe_runtime.quantization import INT8_CHANNEL, QuantScheme
 
 POSITIVE = (
     "vocab_size",
@@ -29,7 +29,7 @@ MLP_KINDS = ("dense", "moe")
 
 @dataclass(frozen=True, kw_only=True)
 class StoredQuantization:
-    """How a checkpoint stores its FP8 or int8 matrices: the payload under the matrix's name, its scale under a name beside it."""
+    """How a checkpoint stores its FP8, int8 or int4 matrices: the payload under the matrix's name, its scale under a name beside it."""
 
     scheme: QuantScheme
     scale_suffixes: tuple[str, ...]
@@ -37,7 +37,7 @@ class StoredQuantization:
     experts: bool
     """Whether the routed experts are quantised, all of them; other matrices show it by their type."""
     packed: bool = False
-    """Whether int8 values lie four to a word of int32, see `weights.packed`."""
+    """Whether int8 or int4 values lie several to a word of int32, see `weights.packed`."""
     static_activations: bool = False
     """Whether there are scales for activations, which are not used: activations are kept or quantised as they come."""
     weights_only: bool = False
@@ -88,7 +88,7 @@ class ModelSpec:
     expert_scheme: QuantScheme | None = None
     """How the routed experts are kept in memory; None: in the model's dtype."""
     dense_scheme: QuantScheme | None = None
-    """How attention, shared experts, dense MLPs and an untied head are: None, or the experts' scheme."""
+    """How attention, shared experts, dense MLPs and an untied head are: None, or int8."""
     quantize_activations: bool = False
     """Whether the experts' activations are rounded to FP8 too; see `experts.base`."""
 
@@ -118,7 +118,7 @@ class ModelSpec:
             )
         assert len(self.sliding_windows) == len(self.mlp_kinds) == self.num_layers
         assert self.qk_norm in QK_NORMS
-        assert self.dense_scheme in (None, self.expert_scheme)
+        assert self.dense_scheme in (None, INT8_CHANNEL)
         assert set(self.mlp_kinds) <= set(MLP_KINDS)
 
     def to_json(self) -> str:

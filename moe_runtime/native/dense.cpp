@@ -55,7 +55,7 @@ template <typename W>
 void linear_block(const LinearCall &call, int64_t column, int64_t columns) {
     Rows<W> w = {(const W *)call.w + column * call.depth, call.depth, call.scales, 1, call.scales ? 1 : 0, column};
     if (sizeof(W) == sizeof(bf16) || call.rows <= TILE_ROWS) return linear_rows(call, column, columns, w);
-    static thread_local std::vector<bf16> values;
+    static thread_local Panel values;
     linear_rows(call, column, columns, widened(w, columns, values));
 }
 

@@ -7,12 +7,13 @@
 #include <omp.h>
 
 #include "activation.h"
-#include "products.h"
+#include "int4.h"
 
-// How the values of a matrix are scaled: scales[part][row / rows_per_scale][group], float32.
+// How the values of a matrix are scaled: scales[part][row / rows_per_scale][group], float32. Of int4, see Rows<int4>.
 struct Scales {
     const float *values;  // Null: not at all. Of the first slot; slots lie one after another.
     int64_t rows_per_scale, rows, groups;
+    int64_t group, zero_points, short_scales;  // Of int4.
 };
 
 // One call. Matrices of a slot lie one after another, rows without gaps. Biases may be null. Sizes in elements.
@@ -42,9 +43,15 @@ struct Work {
 // Rows from `row` on of the matrix number `matrix`, of num_rows rows.
 template <typename W>
 Rows<W> rows_of(const void *matrices, const Scales &scales, int64_t matrix, int64_t num_rows, int64_t depth, int64_t row) {
-    const float *own = scales.values ? scales.values + matrix * scales.rows * scales.groups : nullptr;
-    const W *values = (const W *)matrices + (matrix * num_rows + row) * depth;
-    return {values, depth, own, scales.rows_per_scale, scales.groups, row};
+    if constexpr (std::is_same_v<W, int4>) {
+        Rows<int4> first = {(const int4 *)matrices, depth, (const char *)scales.values, scales.short_scales != 0,
+                            scales.zero_points != 0, scales.groups, scales.group};
+        return first.from(matrix * num_rows + row);
+    } else {
+        const float *own = scales.values ? scales.values + matrix * scales.rows * scales.groups : nullptr;
+        const W *values = (const W *)matrices + (matrix * num_rows + row) * depth;
+        return {values, depth, own, scales.rows_per_scale, scales.groups, row};
+    }
 }
 
 template <typename W>
@@ -70,7 +77,7 @@ void gate_up_task(const ExpertsCall &call, const Work &work, int64_t column, int
     Rows<W> ups = rows_of<W>(call.gate_up, call.gate_up_scales, 2 * work.slot + 1, call.inner, call.hidden, column);
     if (sizeof(W) == sizeof(bf16) || work.num_rows <= TILE_ROWS)
         return gate_up_rows(call, work, column, columns, gates, ups);
-    static thread_local std::vector<bf16> gate_values, up_values;
+    static thread_local Panel gate_values, up_values;
     gate_up_rows(call, work, column, columns, widened(gates, columns, gate_values), widened(ups, columns, up_values));
 }
 
@@ -93,7 +100,7 @@ template <typename W>
 void down_task(const ExpertsCall &call, const Work &work, int64_t column, int64_t columns) {
     Rows<W> w = rows_of<W>(call.down, call.down_scales, work.slot, call.hidden, call.inner, column);
     if (sizeof(W) == sizeof(bf16) || work.num_rows <= TILE_ROWS) return down_rows(call, work, column, columns, w);
-    static thread_local std::vector<bf16> values;
+    static thread_local Panel values;
     down_rows(call, work, column, columns, widened(w, columns, values));
 }
 
@@ -111,8 +118,8 @@ void take_tasks(std::atomic<int64_t> &next, const ExpertsCall &call, const Work 
 template <typename W>
 void compute(const ExpertsCall &call, const Work *works, int64_t num_work) {
     std::atomic<int64_t> next_up{0}, next_down{0};
-    int64_t up_block = block_of(call.inner, call.hidden * sizeof(W), num_work, call.num_threads);
-    int64_t down_block = block_of(call.hidden, call.inner * sizeof(W), num_work, call.num_threads);
+    int64_t up_block = block_of(call.inner, row_bytes<W>(call.hidden), num_work, call.num_threads);
+    int64_t down_block = block_of(call.hidden, row_bytes<W>(call.inner), num_work, call.num_threads);
 #pragma omp parallel num_threads(call.num_threads)
     {
         take_tasks(next_up, call, works, num_work, call.inner, up_block, gate_up_task<W>);
@@ -143,6 +150,7 @@ extern "C" int64_t moe_runtime_experts(const ExpertsCall *given, Work *works) {
         case BF16: compute<bf16>(call, works, num_work); break;
         case FP8: compute<fp8>(call, works, num_work); break;
         case INT8: compute<int8>(call, works, num_work); break;
+        case INT4: compute<int4>(call, works, num_work); break;
     }
     return left_out;
 }

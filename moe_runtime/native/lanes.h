@@ -18,6 +18,21 @@ static inline void store(float *to, Sum sum) { memcpy(to, &sum, sizeof sum); }
 static inline Sum even_values(Packed values) { return (Sum)((Words)values << 16); }
 static inline Sum odd_values(Packed values) { return (Sum)((Words)values & 0xFFFF0000u); }
 
+// What narrow does, in the upper half of each lane; not for NaN, whose bits may overflow.
+static inline Words round_number(Sum values) { return (Words)values + 0x7FFFu + (((Words)values >> 16) & 1u); }
+
+// values[i] *= scale, rounded to bfloat16.
+static inline void scale_all(bf16 *values, int64_t count, float scale) {
+    int64_t i = 0;
+    for (; scale == scale && i + STEP <= count; i += STEP) {
+        Packed packed = load(values + i);
+        Words even = round_number(even_values(packed) * scale) >> 16;
+        Words scaled = even | (round_number(odd_values(packed) * scale) & 0xFFFF0000u);
+        memcpy(values + i, &scaled, sizeof scaled);
+    }
+    for (; i < count; i++) values[i] = narrow(widen(values[i]) * scale);
+}
+
 // Two bfloat16 values, as often as they fit.
 static inline Packed repeat_pair(const bf16 *from) {
     uint32_t pair;

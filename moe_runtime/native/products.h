@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "vectors.h"
+#include "lanes.h"
 
 constexpr int COLUMNS = 4;        // Matrix rows multiplied at once.
 constexpr int64_t GROUP = 128;    // Values along a matrix row that share a scale, where scales change along it.
@@ -15,13 +15,14 @@ constexpr int64_t MAX_BLOCK = 64; // Matrix rows of one task, at most; the dista
 constexpr int64_t BLOCK_BYTES = 131072;  // Of one matrix in one task, about.
 #ifdef __AVX512F__
 constexpr int ROWS = 6;           // Token rows multiplied at once: 24 sums of the 32 registers.
+constexpr int64_t TILE_ROWS = 12; // Token rows that stay in the first cache while a matrix goes by; more lie in the same sets too often.
 #else
 constexpr int ROWS = 2;           // 8 sums of 16.
+constexpr int64_t TILE_ROWS = 6;
 #endif
-constexpr int64_t TILE_ROWS = 3 * ROWS;  // Token rows that stay in the first cache while a matrix goes by.
 
 // Types of the values of a matrix.
-enum Format { BF16, FP8, INT8 };
+enum Format { BF16, FP8, INT8, INT4 };
 
 // Rows of a matrix, one after another, of bf16, fp8 or int8 values. A value stands for itself times a scale.
 template <typename W>
@@ -34,7 +35,10 @@ struct Rows {
     int64_t first;            // Number of the first row, in the matrix whose first scale is scales[0].
 
     Rows from(int64_t row) const { return {values + row * depth, depth, scales, rows_per_scale, groups, first + row}; }
-    const float *scales_of(int64_t row) const { return scales + (first + row) / rows_per_scale * groups; }
+    // Without a division where it is one for each row: it is asked for as often as there are results of a task.
+    const float *scales_of(int64_t row) const {
+        return scales + (rows_per_scale == 1 ? first + row : (first + row) / rows_per_scale) * groups;
+    }
 };
 
 // What to fetch into the cache while multiplying: `lines` cache lines for each that is read, from `from` on.
@@ -78,7 +82,7 @@ static void multiply_tile(
         for (int c = 0; c < COLUMNS; c++)
             for (int r = 0; r < R; r++) totals[r][c] = GROUPED ? totals[r][c] + sums[r][c] * scale : sums[r][c];
     }
-    for (int r = 0; r < R; r++) reduce4(totals[r], out + r * MAX_BLOCK);
+    reduce_rows<R>(totals, out, MAX_BLOCK);
 }
 
 // The same by one matrix row after another, `columns` <= COLUMNS of them: memory is read in one stream, which is faster for one or
@@ -162,33 +166,39 @@ static void multiply(
     bool grouped = w.scales && w.groups > 1;
     if (grouped) multiply_block<true>(rows, x, w, columns, fetch, out);
     else multiply_block<false>(rows, x, w, columns, fetch, out);
-    for (int64_t c = 0; c < columns && (bias || (w.scales && !grouped)); c++) {
-        float scale = w.scales && !grouped ? *w.scales_of(c) : 1.0f, shift = bias ? widen(bias[c]) : 0.0f;
-        for (int64_t r = 0; r < rows; r++) out[r * MAX_BLOCK + c] = out[r * MAX_BLOCK + c] * scale + shift;
+    if (!bias && (!w.scales || grouped)) return;
+    float scales[MAX_BLOCK], shifts[MAX_BLOCK];
+    for (int64_t c = 0; c < columns; c++) {
+        scales[c] = w.scales && !grouped ? *w.scales_of(c) : 1.0f;
+        shifts[c] = bias ? widen(bias[c]) : 0.0f;
     }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) out[r * MAX_BLOCK + c] = out[r * MAX_BLOCK + c] * scales[c] + shifts[c];
 }
+
+// Values in whole cache lines: a vector that lies across two takes two loads, which made products a few percent slower.
+struct alignas(64) Line {
+    bf16 values[32];
+};
+typedef std::vector<Line> Panel;
 
 // Rows in bf16, for so many token rows that widening for each TILE_ROWS of them would take longer. Scales that change
 // along a row are applied, and the products rounded; others stay scales.
 template <typename W>
-static Rows<bf16> widened(const Rows<W> &rows, int64_t columns, std::vector<bf16> &values) {
-    values.resize(columns * rows.depth);
-    if (rows.groups <= 1) {
-        widen_all(rows.values, columns * rows.depth, values.data());
-        return {values.data(), rows.depth, rows.scales, rows.rows_per_scale, rows.groups, rows.first};
+static Rows<bf16> widened(const Rows<W> &rows, int64_t columns, Panel &panel) {
+    panel.resize((columns * rows.depth + 31) / 32);
+    bf16 *values = panel.data()->values;
+    widen_all(rows.values, columns * rows.depth, values);
+    if (rows.groups <= 1) return {values, rows.depth, rows.scales, rows.rows_per_scale, rows.groups, rows.first};
+    for (int64_t c = 0; c < columns; c++) {
+        const float *scales = rows.scales_of(c);
+        for (int64_t k = 0; k < rows.depth; k += GROUP)
+            scale_all(values + c * rows.depth + k, std::min(GROUP, rows.depth - k), scales[k / GROUP]);
     }
-    for (int64_t c = 0; c < columns; c++)
-        for (int64_t k = 0; k < rows.depth; k += GROUP) {
-            float scale = rows.scales_of(c)[k / GROUP];
-            const W *from = rows.values + c * rows.depth + k;
-            bf16 *to = values.data() + c * rows.depth + k;
-            int64_t count = std::min(GROUP, rows.depth - k);
-            for (int64_t i = 0; i < count; i++) to[i] = narrow(widen(to_bf16(from[i])) * scale);
-        }
-    return {values.data(), rows.depth, nullptr, 1, 0, rows.first};
+    return {values, rows.depth, nullptr, 1, 0, rows.first};
 }
 
-static inline const Rows<bf16> &widened(const Rows<bf16> &rows, int64_t, std::vector<bf16> &) { return rows; }
+static inline const Rows<bf16> &widened(const Rows<bf16> &rows, int64_t, Panel &) { return rows; }
 
 // The columns of a task: enough for a long read, few enough that all threads have some.
 static inline int64_t block_of(int64_t columns, int64_t row_bytes, int64_t num_work, int64_t num_threads) {

@@ -139,11 +139,14 @@ static inline Packed load_first(const W *from, int64_t count) {
     return load(values);
 }
 
+constexpr int64_t WIDEN_AHEAD = 4096;  // Bytes between what is widened and what is fetched then: a panel comes from memory.
+
 // So many values in bfloat16.
 template <typename W>
 static inline void widen_all(const W *from, int64_t count, bf16 *to) {
     int64_t i = 0;
     for (; i + STEP <= count; i += STEP) {
+        __builtin_prefetch((const char *)(from + i) + WIDEN_AHEAD);
         Packed values = load(from + i);
         memcpy(to + i, &values, sizeof values);
     }
@@ -153,15 +156,34 @@ static inline void widen_all(const W *from, int64_t count, bf16 *to) {
 // out[i] = the sum over the lanes of sums[i], for 4 of them.
 #ifdef __AVX512F__
 
-static inline void reduce4(const Sum *sums, float *out) {
+// Partial sums of each, one for each 128 bits.
+static inline __m512 reduce_to_four(const Sum *sums) {
     __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
     __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
     __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
     __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));
-    __m512 four = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-    __m128 first = _mm_add_ps(_mm512_castps512_ps128(four), _mm512_extractf32x4_ps(four, 1));
-    __m128 second = _mm_add_ps(_mm512_extractf32x4_ps(four, 2), _mm512_extractf32x4_ps(four, 3));
-    _mm_storeu_ps(out, _mm_add_ps(first, second));
+    return _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+}
+
+// Of two vectors, the sum of the first and second 128 bits and that of the third and fourth.
+static inline __m512 add_neighbours(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+}
+
+static inline void reduce4(const Sum *sums, float *out) {
+    __m512 two = add_neighbours(reduce_to_four(sums), __m512{});
+    _mm_storeu_ps(out, _mm512_castps512_ps128(add_neighbours(two, two)));
+}
+
+// The same for 4 rows of 4 sums, with results `distance` apart.
+static inline void reduce16(const Sum (*sums)[4], float *out, int64_t distance) {
+    __m512 first = add_neighbours(reduce_to_four(sums[0]), reduce_to_four(sums[1]));
+    __m512 second = add_neighbours(reduce_to_four(sums[2]), reduce_to_four(sums[3]));
+    __m512 found = add_neighbours(first, second);
+    _mm_storeu_ps(out, _mm512_castps512_ps128(found));
+    _mm_storeu_ps(out + distance, _mm512_extractf32x4_ps(found, 1));
+    _mm_storeu_ps(out + 2 * distance, _mm512_extractf32x4_ps(found, 2));
+    _mm_storeu_ps(out + 3 * distance, _mm512_extractf32x4_ps(found, 3));
 }
 
 #else
@@ -176,4 +198,16 @@ static inline void reduce4(const Sum *sums, float *out) {
     }
 }
 
+static inline void reduce16(const Sum (*sums)[4], float *out, int64_t distance) {
+    for (int r = 0; r < 4; r++) reduce4(sums[r], out + r * distance);
+}
+
 #endif
+
+// The same for R rows.
+template <int R>
+static inline void reduce_rows(const Sum (*sums)[4], float *out, int64_t distance) {
+    int r = 0;
+    for (; r + 4 <= R; r += 4) reduce16(sums + r, out + r * distance, distance);
+    for (; r < R; r++) reduce4(sums[r], out + r * distance);
+}

@@ -1,6 +1,6 @@
 """Filling a decoder from a checkpoint folder: streamed, without the experts of other ranks, and checked.
 
-Tensors go straight from the file into the parameters that `Decoder` allocated; where the type differs, or FP8 or int8 is
+Tensors go straight from the file into the parameters that `Decoder` allocated; where the type differs, or FP8, int8 or int4 is
 made or undone, through one small buffer (`reading`). So a rank's private memory stays at the weights it keeps.
 """
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from moe_runtime.layers.ops import LayerOps
     from moe_runtime.models.base import ModelAdapter
     from moe_runtime.models.spec import ModelSpec
+    from moe_runtime.quantization import QuantScheme
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def load_with_report(
     """As `load_weights`, and what was read."""
     listed = list_tensors(Path(model_dir))
     packed = spec.stored is not None and spec.stored.packed
-    stored = unpacked(listed) if packed else listed
+    stored = unpacked(listed, spec.stored.scheme) if packed and spec.stored is not None else listed
     rules = adapter.rules(spec)
     for copy, original in rules.copies:
         if copy in stored and original in stored:
@@ -181,7 +182,7 @@ def _clear_empty_slots(decoder: Decoder, local_experts: Sequence[Sequence[int]])
                 mlp.down[slot].zero_()
                 for scale in (mlp.gate_up_scale, mlp.down_scale):
                     if scale is not None:
-                        scale[slot].fill_(1.0)
+                        scale[slot].zero_()
 
 
 def _check_filled(decoder: Decoder, copies: Sequence[Copy], local_experts: Sequence[Sequence[int]]) -> None:
@@ -211,30 +212,27 @@ def _read_all(decoder: Decoder, copies: Sequence[Copy], progress: Callable[[floa
     stored = None if spec.stored is None else spec.stored.scheme
     progress(0.0)
     with ExitStack() as stack:
-        reader = WeightReader(stack, stored, spec.expert_scheme)
+        reader = WeightReader(stack, stored)
         for copy in copies:
             target = decoder.get_parameter(copy.target)
             block = target if copy.slot is None else target[copy.slot]
             rows = block[copy.first_row : copy.first_row + copy.num_rows]
-            reader.fill(copy, rows, _scale_rows(decoder, copy))
+            reader.fill(copy, rows, *_kept(decoder, copy))
             done += copy.total_bytes
             progress(done / total)
 
 
-def _scale_rows(decoder: Decoder, copy: Copy) -> torch.Tensor | None:
-    """Where the scales of a matrix go, [rows, columns], if it is kept quantised."""
+def _kept(decoder: Decoder, copy: Copy) -> tuple[QuantScheme | None, torch.Tensor | None]:
+    """The scheme of the parameter that a matrix goes to and where its scales go, [rows, columns]; None for what is not quantised."""
     spec = decoder.spec
-    if copy.slot is not None and spec.expert_scheme is not None:
-        scale = decoder.get_parameter(copy.target + SCALE_SUFFIX)[copy.slot]
-        return scale.view(-1, *scale.shape[-2:])[copy.first_row // copy.num_rows]
-    if (
-        copy.slot is None
-        and spec.dense_scheme is not None
-        and decoder.get_parameter(copy.target).dtype == spec.dense_scheme.payload
-    ):
-        scale = decoder.get_parameter(copy.target + SCALE_SUFFIX)
-        return spec.dense_scheme.scale_rows(scale, copy.first_row, copy.first_row + copy.num_rows)
-    return None
+    scheme = spec.dense_scheme if copy.slot is None else spec.expert_scheme
+    if scheme is None or decoder.get_parameter(copy.target).dtype != scheme.payload:
+        return None, None
+    scale = decoder.get_parameter(copy.target + SCALE_SUFFIX)
+    if copy.slot is not None:
+        own = scale[copy.slot]
+        return scheme, own.view(-1, *own.shape[-2:])[copy.first_row // copy.num_rows]
+    return scheme, scheme.scale_rows(scale, copy.first_row, copy.first_row + copy.num_rows)
 
 
 def _silent(share: float) -> None:

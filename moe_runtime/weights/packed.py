@@ -1,8 +1,9 @@
-"""int8 matrices whose values lie four to a word of int32, as `pack-quantized` files of compressed-tensors have them.
+"""int8 and int4 matrices whose values lie four or eight to a word of int32, as `pack-quantized` files of compressed-tensors have them.
 
-A value is written as an unsigned byte, larger by 128; the first of a row has the lowest bits of the row's first word, and a row whose
-length is no multiple of four ends with padding (`pack_to_int32` in compressed-tensors' compressors/pack_quantized/helpers.py).
-safetensors is little-endian, so the bytes of a row are its values in order.
+A value is written as an unsigned number, larger by 128 or 8; the first of a row has the lowest bits of the row's first word, and a row whose
+length fills no whole words ends with padding (`pack_to_int32` in compressed-tensors' compressors/pack_quantized/helpers.py).
+safetensors is little-endian, so the bytes of a row are its values in order, two of int4 to a byte. Zero points of int4 are packed in the
+same way, but down the columns: eight rows to a word.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe_runtime import int4
 from moe_runtime.errors import CheckpointError
 from moe_runtime.weights.safetensors_file import read_bytes
 
@@ -20,18 +22,20 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from moe_runtime.quantization import QuantScheme
     from moe_runtime.weights.safetensors_file import StoredTensor
 
-PACKED_INT8 = "I8 in I32"
-"""Type of a StoredTensor that stands for such a matrix; no file has it."""
+PACKED = {torch.int8: "I8 in I32", torch.uint8: "I4 in I32"}
+"""For each payload, the type of a StoredTensor that stands for such a matrix; no file has it."""
+VALUES_PER_WORD = {PACKED[torch.int8]: 4, PACKED[torch.uint8]: 8}
 PAYLOAD, SHAPE, MATRIX = ".weight_packed", ".weight_shape", ".weight"
 SHAPE_DTYPES = {"I64": torch.int64, "I32": torch.int32}
 WORD, OFFSET = 4, 128
 
 
-def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors, with X.weight for every X.weight_packed and the X.weight_shape beside it: of type PACKED_INT8 and the shape [out, in]
-    that X.weight_shape holds, which is read for that.
+def unpacked(stored: Mapping[str, StoredTensor], scheme: QuantScheme) -> dict[str, StoredTensor]:
+    """The tensors, with X.weight for every X.weight_packed and the X.weight_shape beside it: of the scheme's type of PACKED and the shape
+    [out, in] that X.weight_shape holds, which is read for that.
 
     Raises CheckpointError naming a matrix that is there in both forms, lacks its shape or has nothing else, or has words that do not fit it.
     """
@@ -51,8 +55,9 @@ def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
                 files[shape.path] = stack.enter_context(shape.path.open("rb")).fileno()
             packed = stored[name + PAYLOAD]
             sizes = _read_shape(shape, files[shape.path])
-            _check(packed, sizes)
-            tensors[name + MATRIX] = replace(packed, dtype=PACKED_INT8, shape=sizes)
+            dtype = PACKED[scheme.payload]
+            _check(packed, sizes, VALUES_PER_WORD[dtype])
+            tensors[name + MATRIX] = replace(packed, dtype=dtype, shape=sizes)
     alone = min((name for name in tensors if name.endswith(SHAPE)), default=None)
     if alone is not None:
         raise CheckpointError(
@@ -61,14 +66,28 @@ def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     return tensors
 
 
-def packed_width(width: int) -> int:
-    """Bytes of a row of so many values."""
-    return -(-width // WORD) * WORD
+def packed_width(width: int, dtype: str) -> int:
+    """Bytes of a row of so many values, for a type of PACKED."""
+    return -(-width // VALUES_PER_WORD[dtype]) * WORD
 
 
-def unpack_rows(rows: torch.Tensor, width: int) -> torch.Tensor:
-    """rows: uint8 [n, packed_width(width)], overwritten. Returns int8 [n, width], a view of it."""
-    return rows.bitwise_xor_(OFFSET).view(torch.int8)[:, :width]
+def unpack_rows(rows: torch.Tensor, width: int, dtype: str) -> torch.Tensor:
+    """rows: uint8 [n, packed_width(width, dtype)], overwritten. Returns the payload of [n, width] values as a scheme has it."""
+    if dtype == PACKED[torch.int8]:
+        return rows.bitwise_xor_(OFFSET).view(torch.int8)[:, :width]
+    pairs = torch.stack((rows & int4.LARGEST_CODE, rows >> 4), dim=-1)
+    return int4.pack(pairs.view(rows.shape[0], 2 * rows.shape[1])[:, :width])
+
+
+def zero_point_shape(num_out: int, groups: int) -> tuple[int, int]:
+    """Of the words with the zero points of an int4 matrix."""
+    return -(-num_out // VALUES_PER_WORD[PACKED[torch.uint8]]), groups
+
+
+def unpack_zero_points(words: torch.Tensor, num_out: int) -> torch.Tensor:
+    """words: int32 `zero_point_shape`. Returns int32 (num_out, groups), from 0 to 15."""
+    rows = [words >> bits & int4.LARGEST_CODE for bits in range(0, 32, 4)]
+    return torch.stack(rows, dim=1).view(-1, words.shape[1])[:num_out]
 
 
 def _read_shape(tensor: StoredTensor, file: int) -> tuple[int, ...]:
@@ -82,11 +101,11 @@ def _read_shape(tensor: StoredTensor, file: int) -> tuple[int, ...]:
     return tuple(raw.view(SHAPE_DTYPES[tensor.dtype]).tolist())
 
 
-def _check(packed: StoredTensor, shape: tuple[int, ...]) -> None:
+def _check(packed: StoredTensor, shape: tuple[int, ...], values_per_word: int) -> None:
     num_out, num_in = shape
-    words = (num_out, packed_width(num_in) // WORD)
+    words = (num_out, -(-num_in // values_per_word))
     if packed.dtype != "I32" or packed.shape != words:
         raise CheckpointError(
             f"{packed.name} in {packed.path} has type {packed.dtype} and shape {list(packed.shape)}, but a matrix of {list(shape)}"
-            f" in 8 bits has {list(words)} words of type I32"
+            f" in {32 // values_per_word} bits has {list(words)} words of type I32"
         )

@@ -16,6 +16,7 @@ from moe_runtime.weights.scales import (
     ACTIVATION_SCALES,
     StoredScale,
     find_scales,
+    find_zero_points,
     payload_dtype,
     scale_names,
     scale_of_part,
@@ -74,11 +75,19 @@ class Copy:
     num_rows: int
     scale: StoredScale | None = None
     """Of a quantised matrix."""
+    zero_points: StoredTensor | None = None
+    """Of an int4 matrix that has some."""
+
+    @property
+    def width(self) -> int:
+        """Values of a row; 1 for a vector."""
+        return self.tensor.shape[-1] if len(self.tensor.shape) > 1 else 1
 
     @property
     def total_bytes(self) -> int:
-        """With its scale."""
-        return self.num_bytes + (0 if self.scale is None else self.scale.num_bytes)
+        """With its scales and zero points."""
+        beside = (self.scale, self.zero_points)
+        return self.num_bytes + sum(part.num_bytes for part in beside if part is not None)
 
 
 def plan_copies(
@@ -102,12 +111,13 @@ def plan_copies(
     for name in [*present, *skipped]:
         _check_tensor(stored[name], wanted[name][0], spec.stored)
     scales = find_scales(stored, {name: (p[0].shape, p[0].parts) for name, p in present.items()}, spec.stored)
+    zeros = find_zero_points(stored, scales, {name: p[0].shape for name, p in present.items()}, spec.stored)
     slots: dict[tuple[int, int], list[int]] = defaultdict(list)
     for moe_layer, experts in enumerate(local_experts):
         for slot, expert in enumerate(experts):
             slots[moe_layer, expert].append(slot)
     copies = [
-        _copy(piece, part, stored[name], scales.get(name), slot)
+        _copy(piece, part, stored[name], scales.get(name), zeros.get(name), slot)
         for name, pieces in present.items()
         for piece in pieces
         for slot in _slots_of(piece.place, slots)
@@ -233,7 +243,12 @@ def _named(quantization: StoredQuantization | None) -> str:
 
 
 def _copy(
-    piece: Piece, part: int, tensor: StoredTensor, scale: StoredTensor | None, slot: int | None
+    piece: Piece,
+    part: int,
+    tensor: StoredTensor,
+    scale: StoredTensor | None,
+    zero_points: StoredTensor | None,
+    slot: int | None,
 ) -> Copy:
     """One matrix of a piece: all of it, or one of its parts."""
     num_experts = 1 if piece.index is None else piece.shape[0]
@@ -249,6 +264,7 @@ def _copy(
         first_row=piece.first_row + part * num_rows,
         num_rows=num_rows,
         scale=None if scale is None else scale_of_part(scale, index, num_experts * piece.parts),
+        zero_points=zero_points,
     )
 
 

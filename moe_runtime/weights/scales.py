@@ -1,4 +1,4 @@
-"""Scales of FP8 and int8 matrices in a checkpoint: which tensor holds those of which matrix, and where in it."""
+"""Scales and zero points of FP8, int8 and int4 matrices in a checkpoint: which tensor holds those of which matrix, and where in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moe_runtime.errors import CheckpointError
 from moe_runtime.quantization import FP8
-from moe_runtime.weights.packed import PACKED_INT8
+from moe_runtime.weights.packed import PACKED, zero_point_shape
 from moe_runtime.weights.safetensors_file import FP8_PAYLOAD, INT8_PAYLOAD
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from moe_runtime.weights.safetensors_file import StoredTensor
 
 DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+ZERO_POINT = "_zero_point"
+"""What the name of a matrix's zero points has behind the matrix's."""
 ACTIVATION_SCALES = r".*\.(input_scale|(\w+_)?activation_scale)"
 """Scales of static activation quantisation, as vLLM's and transformers' files name them."""
 
@@ -35,14 +37,15 @@ def payload_dtype(quantization: StoredQuantization) -> str:
     """Type of the tensors that have scales."""
     if quantization.scheme.payload == FP8:
         return FP8_PAYLOAD
-    return PACKED_INT8 if quantization.packed else INT8_PAYLOAD
+    return PACKED[quantization.scheme.payload] if quantization.packed else INT8_PAYLOAD
 
 
 def scale_names(matrices: Iterable[str], quantization: StoredQuantization | None) -> set[str]:
-    """Every name that scales of these tensors may have."""
+    """Every name that scales and zero points of these tensors may have."""
     if quantization is None:
         return set()
-    return {name + suffix for name in matrices for suffix in quantization.scale_suffixes}
+    zeros = (ZERO_POINT,) if quantization.scheme.zero_points else ()
+    return {name + suffix for name in matrices for suffix in (*quantization.scale_suffixes, *zeros)}
 
 
 def find_scales(
@@ -82,9 +85,44 @@ def find_scales(
     return found
 
 
+def find_zero_points(
+    stored: Mapping[str, StoredTensor],
+    scales: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    quantization: StoredQuantization | None,
+) -> dict[str, StoredTensor]:
+    """The zero points of every tensor that has scales, by its name, if the scheme has any. scales: as of find_scales.
+
+    Raises CheckpointError naming zero points that are missing, alone, or of another shape or type than the scheme's.
+    """
+    found: dict[str, StoredTensor] = {}
+    if quantization is None or not quantization.scheme.zero_points:
+        return found
+    alone = [name for name in shapes if name not in scales and name + ZERO_POINT in stored]
+    if alone:
+        raise CheckpointError(
+            f"{alone[0]}{ZERO_POINT} has zero points of {alone[0]}, which is not {quantization.scheme.payload_name}"
+        )
+    for name in scales:
+        zero = stored.get(name + ZERO_POINT)
+        if zero is None:
+            raise CheckpointError(f"the checkpoint lacks {name}{ZERO_POINT}, the zero points of {name}")
+        num_out, num_in = shapes[name]
+        expected = zero_point_shape(num_out, quantization.scheme.scale_shape(num_out, num_in)[1] // 2)
+        if zero.dtype != "I32" or zero.shape != expected:
+            raise CheckpointError(
+                f"{zero.name} in {zero.path} has type {zero.dtype} and shape {list(zero.shape)}, but"
+                f" {quantization.scheme.name} of a matrix of {[num_out, num_in]} has {list(expected)} words of type I32"
+            )
+        found[name] = zero
+    return found
+
+
 def _check(scale: StoredTensor, scheme: QuantScheme, shape: tuple[int, ...], parts: int) -> None:
     *stack, num_out, num_in = shape
     rows, columns = scheme.scale_shape(num_out // parts, num_in)
+    if scheme.zero_points:
+        columns //= 2
     expected = (*stack, parts * rows, columns)
     if scale.dtype not in DTYPES:
         raise CheckpointError(

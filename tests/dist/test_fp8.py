@@ -215,7 +215,7 @@ def test_perplexity_of_the_demo_model() -> None:
     ids = tokenizer(TEXT.read_text(encoding="utf-8"))["input_ids"]
     assert len(ids) > 300
     perplexity = {}
-    for asked in ("none", "fp8", "fp8_channel", "fp8_tensor", "int8"):
+    for asked in ("none", "fp8", "fp8_channel", "fp8_tensor", "int8", "int4"):
         asked_spec = with_weight_schemes(spec, asked)
         held = [list(range(spec.num_experts))] * spec.num_moe_layers
         decoder = load_weights(demo_model_path(), asked_spec, adapter, held, torch.bfloat16, "cpu")
@@ -225,4 +225,5 @@ def test_perplexity_of_the_demo_model() -> None:
     print(f"perplexity of {len(ids)} tokens: {perplexity}")
     assert perplexity["none"] < 60, "the model does not understand the text"
     for asked in perplexity:
-        assert abs(perplexity[asked] / perplexity["none"] - 1) < 0.01, asked
+        bound = 0.05 if asked == "int4" else 0.01
+        assert abs(perplexity[asked] / perplexity["none"] - 1) < bound, asked

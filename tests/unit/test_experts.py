@@ -16,7 +16,17 @@ from moe_runtime.experts.base import ExpertKernel, ExpertNeed, ExpertWeights
 from moe_runtime.experts.cpu import CpuExperts, _dequantize
 from moe_runtime.experts.reference import ReferenceExperts
 from moe_runtime.layers.activation import ACTIVATIONS, SWIGLU_OAI, UNGATED, get_activation, is_gated
-from moe_runtime.quantization import FP8, FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, QuantScheme
+from moe_runtime.quantization import (
+    FP8,
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    INT4_GROUPS,
+    INT4_MADE,
+    INT8_CHANNEL,
+    QuantScheme,
+    int4_scheme,
+)
 
 KERNELS: list[ExpertKernel] = [ReferenceExperts(), CpuExperts()]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -118,7 +128,8 @@ def test_supports() -> None:
 
 
 FP8_SCHEMES = (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR)
-SCHEMES = (*FP8_SCHEMES, INT8_CHANNEL)
+SCHEMES = (*FP8_SCHEMES, INT8_CHANNEL, INT4_MADE)
+INT4_SCHEMES = (INT4_MADE, *(int4_scheme(g, zeros) for g in (0, *INT4_GROUPS) for zeros in (False, True)))
 
 
 def full_weights(
@@ -192,17 +203,19 @@ def test_cpu_fp8_activations_if_asked(seed: int, scheme: QuantScheme) -> None:
     assert (kept - want).norm() > 3 * (y - want).norm(), "activations were not rounded"
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 300), (128, 128), (129, 200), (256, 130), (300, 7)])
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 300), (128, 128), (129, 200), (256, 130), (30, 70), (300, 7)])
+@pytest.mark.parametrize("scheme", [*SCHEMES, *INT4_SCHEMES[1:]], ids=lambda s: s.name)
 def test_cpu_dequantises_bit_for_bit(seed: int, scheme: QuantScheme, shape: tuple[int, int]) -> None:
-    payload = torch.randint(0, 256, shape, dtype=torch.uint8)
+    payload = torch.randint(0, 256, scheme.payload_shape(*shape), dtype=torch.uint8)
     if scheme.payload == FP8:
         payload[(payload & 0x7F) == 0x7F] = 0x80
     scale = torch.rand(scheme.scale_shape(*shape)) * 10.0 ** random.randint(-6, 6)
-    buffer = torch.empty(shape, dtype=torch.int32)
-    found = _dequantize(payload.view(scheme.payload), scheme, scale, buffer)
-    expected = scheme.dequantize(payload.view(scheme.payload), scale)
-    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+    scale = scale.to(scheme.scale_dtype)
+    width = 2 * payload.shape[1] if scheme.payload == torch.uint8 else shape[1]
+    buffer = torch.empty(shape[0], width, dtype=torch.int32)
+    found = _dequantize(payload.view(scheme.payload), scheme, scale, buffer)[:, : shape[1]]
+    expected = scheme.dequantize(payload.view(scheme.payload), scale, shape[1])
+    assert torch.equal(found.contiguous().view(torch.int32), expected.view(torch.int32))
 
 
 def test_fp8_weights_are_never_dequantised_as_a_whole(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

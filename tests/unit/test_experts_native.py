@@ -17,7 +17,15 @@ from moe_runtime.experts.cpu import CpuExperts
 from moe_runtime.experts.cpu_native import ACTIVATION_CODES, NativeExperts
 from moe_runtime.experts.reference import ReferenceExperts
 from moe_runtime.native.build import Native, load_native
-from moe_runtime.quantization import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, QuantScheme
+from moe_runtime.quantization import (
+    FP8_BLOCK,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    INT4_MADE,
+    INT8_CHANNEL,
+    QuantScheme,
+    int4_scheme,
+)
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1.5e-2
@@ -131,7 +139,8 @@ def test_slots_above_the_limit_go_to_torch(seed: int, kernel: NativeExperts) -> 
     assert torch.equal(mixed[small], own[small])
 
 
-SCHEMES = (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL)
+INT4_FILE_SCHEMES = (int4_scheme(0), int4_scheme(64), int4_scheme(128, True), int4_scheme(32, True))
+SCHEMES = (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, INT4_MADE, *INT4_FILE_SCHEMES)
 
 
 def quantized(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
@@ -139,8 +148,9 @@ def quantized(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
     slots, _, hidden = weights.gate_up_pFD.shape
     gate_up = weights.gate_up_pFD.float().view(slots, 2, -1, hidden)
     gate_up = gate_up * (torch.rand(slots, 2, gate_up.shape[2], 1) + 0.1)
-    (gate_up, gate_up_scale), (down, down_scale) = map(
-        scheme.quantize_weight, (gate_up, weights.down_pDF.float())
+    (gate_up, gate_up_scale), (down, down_scale) = (
+        int4_of_file(scheme, matrix) if scheme in INT4_FILE_SCHEMES else scheme.quantize_weight(matrix)
+        for matrix in (gate_up, weights.down_pDF.float())
     )
     return dataclasses.replace(
         weights,
@@ -150,6 +160,15 @@ def quantized(weights: ExpertWeights, scheme: QuantScheme) -> ExpertWeights:
         gate_up_scale=gate_up_scale,
         down_scale=down_scale,
     )
+
+
+def int4_of_file(scheme: QuantScheme, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of the matrix under scales and zero points that are too large or too small, so that every code occurs."""
+    shape = (*matrix.shape[:-2], *scheme.scale_shape(*matrix.shape[-2:]))
+    scale = torch.rand(shape).add_(0.3) * float(matrix.abs().max()) / 8
+    if scheme.zero_points:
+        scale.chunk(2, dim=-1)[1].copy_(torch.randint(0, 16, (*shape[:-1], shape[-1] // 2)))
+    return scheme.encode(matrix, scale), scale
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ LAYERS: list[tuple[int, str]] = [
     (0, "moe_runtime.cli"),
     (0, "moe_runtime.cli_flags"),
     (0, "moe_runtime.cli_peers"),
+    (0, "moe_runtime.int4"),
     (0, "moe_runtime.quantization"),
     (0, "moe_runtime.whole_file"),
     (0, "moe_runtime.triton_support.*"),

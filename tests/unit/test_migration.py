@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 
 from moe_runtime.experts.base import ExpertWeights
 from moe_runtime.experts.migration import PIECE_BYTES, ReadSlot, SlotStore
-from moe_runtime.quantization import FP8
+from moe_runtime.quantization import FP8, int4_scheme
 
-QUANTISED = {"fp8": FP8, "int8": torch.int8}
+QUANTISED = {"fp8": FP8, "int8": torch.int8, "int4": torch.uint8}
 KINDS = ("float32", "bfloat16", "float16", *QUANTISED)
 
 
@@ -34,6 +35,40 @@ def make_weights(kind: str, num_slots: int, hidden: int, inner: int, seed: int) 
         down_bias_pD=fill(num_slots, hidden, dtype=other),
         gate_up_scale=fill(num_slots, 2, 3, 1, dtype=torch.float32) if kind in QUANTISED else None,
         down_scale=fill(num_slots, 1, 3, dtype=torch.float32) if kind in QUANTISED else None,
+    )
+
+
+def test_int4_experts_move_with_scales_and_zero_points(seed: int) -> None:
+    """Payload of half as many bytes, scales and zero points of a matrix in one tensor: what the moved expert stands for is the same."""
+    source, target = (make_int4(3, 70, 40, seed + i) for i in range(2))
+
+    def read(piece: ReadSlot, memory: memoryview) -> None:
+        memory[:] = SlotStore.of([source]).answer(piece)
+
+    SlotStore.of([target]).copy_into(0, 2, read, 1)
+    assert not torch.equal(target.dequantize_gate_up(1), source.dequantize_gate_up(1))
+    assert torch.equal(target.dequantize_gate_up(2), source.dequantize_gate_up(1))
+    assert torch.equal(target.dequantize_down(2), source.dequantize_down(1))
+    scheme = int4_scheme(32, zero_points=True)
+    bytes_of = sum(rows * math.prod(scheme.payload_shape(1, width)) for rows, width in ((80, 70), (70, 40)))
+    scales = sum(rows * 4 * scheme.scale_shape(1, width)[1] for rows, width in ((80, 70), (70, 40)))
+    assert SlotStore.of([source]).largest_slot_bytes == bytes_of + scales
+
+
+def make_int4(num_slots: int, hidden: int, inner: int, seed: int) -> ExpertWeights:
+    generator = torch.Generator().manual_seed(seed)
+    scheme = int4_scheme(32, zero_points=True)
+
+    def matrix(*lead: int, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        payload = torch.randint(
+            0, 256, (*lead, *scheme.payload_shape(*shape)), generator=generator, dtype=torch.uint8
+        )
+        return payload, torch.rand((*lead, *scheme.scale_shape(*shape)), generator=generator)
+
+    gate_up, gate_up_scale = matrix(num_slots, 2, shape=(inner, hidden))
+    down, down_scale = matrix(num_slots, shape=(hidden, inner))
+    return ExpertWeights(
+        gate_up.flatten(1, 2), down, "silu", scheme=scheme, gate_up_scale=gate_up_scale, down_scale=down_scale
     )
 
 

@@ -1,4 +1,4 @@
-"""FP8 and int8 schemes: shapes, error bounds, exact round trips, edge values."""
+"""FP8, int8 and int4 schemes: shapes, error bounds, exact round trips, edge values."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ from itertools import pairwise
 import pytest
 import torch
 
+from moe_runtime import int4
 from moe_runtime.quantization import (
     FP8,
     FP8_BLOCK,
     FP8_CHANNEL,
     FP8_TENSOR,
+    INT4_GROUPS,
+    INT4_MADE,
     INT8_CHANNEL,
     QuantScheme,
     dequantize_rows,
     fp8_to_float,
+    int4_scheme,
     quantize_rows,
 )
 
 FP8_SCHEMES = (FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR)
-SCHEMES = (*FP8_SCHEMES, INT8_CHANNEL)
+SCHEMES = (*FP8_SCHEMES, INT8_CHANNEL, INT4_MADE)
 
 
 @pytest.mark.parametrize("shape", [(3, 300, 200), (128, 256), (1, 1), (2, 5, 129)])
@@ -28,16 +32,69 @@ SCHEMES = (*FP8_SCHEMES, INT8_CHANNEL)
 def test_weights_come_back_within_half_a_step(scheme: QuantScheme, shape: tuple[int, ...], seed: int) -> None:
     weight = torch.randn(shape) * torch.logspace(-3, 3, shape[-1])
     payload, scale = scheme.quantize_weight(weight)
-    assert payload.shape == weight.shape
+    assert payload.shape == (*shape[:-2], *scheme.payload_shape(*shape[-2:]))
     assert payload.dtype == scheme.payload
-    assert scale.shape == (*shape[:-2], *scheme.scale_shape(*shape[-2:]))
-    error = (scheme.dequantize(payload, scale) - weight).abs()
+    assert (scale.shape, scale.dtype) == (
+        (*shape[:-2], *scheme.scale_shape(*shape[-2:])),
+        scheme.scale_dtype,
+    )
+    error = (scheme.dequantize(payload, scale, shape[-1]) - weight).abs()
+    if scheme is INT4_MADE:
+        check_int4_error(weight, error)
+        return
     if scheme.payload == torch.int8:
         assert (error <= scale / 2 * 1.001).all()
         return
     # e4m3 has 3 bits of mantissa: half a step is 1/16 of the value, or of the smallest normal number.
     step = scheme.dequantize(torch.full(shape, 2.0**-6).to(FP8), scale)
     assert (error <= torch.maximum(weight.abs(), step) / 16 * 1.001).all()
+
+
+def check_int4_error(weight: torch.Tensor, error: torch.Tensor) -> None:
+    """For each group: at most the error of codes spread evenly over its range, but for the rounding of scales to bfloat16."""
+    for values, found in zip(weight.split(32, dim=-1), error.split(32, dim=-1), strict=True):
+        low, high = values.aminmax(dim=-1, keepdim=True)
+        step = (high - low).clamp_min(1e-30) / 15
+        even = ((values - low) / step).round() * step + low
+        bound = (even - values).abs() + values.abs().amax(-1, keepdim=True) * 2**-7
+        assert (found.norm(dim=-1) <= bound.norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("num_in", [1, 32, 63, 64, 100, 129])
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("group", [0, *INT4_GROUPS])
+def test_int4_by_hand(group: int, zero_points: bool, num_in: int, seed: int) -> None:
+    """(code - zero point) * scale, value by value, with the codes where the layout says they are."""
+    scheme = int4_scheme(group, zero_points)
+    size = group or num_in
+    codes = torch.randint(0, 16, (3, num_in), dtype=torch.uint8)
+    payload = int4.pack(codes)
+    assert payload.shape == scheme.payload_shape(3, num_in)
+    groups = -(-num_in // size)
+    scale = torch.randn(3, groups)
+    zeros = torch.randint(0, 16, (3, groups)) if zero_points else torch.full((3, groups), 8)
+    stored = torch.cat((scale, zeros.float()), dim=1) if zero_points else scale
+    assert stored.shape == scheme.scale_shape(3, num_in)
+    values = scheme.dequantize(payload, stored, num_in)
+    for row in range(3):
+        for column in range(num_in):
+            block, place = divmod(column, 64)
+            byte = int(payload[row, 32 * block + place % 32])
+            code = byte >> 4 if place >= 32 else byte & 15
+            assert code == int(codes[row, column])
+            expected = (code - zeros[row, column // size]) * scale[row, column // size]
+            assert values[row, column] == expected
+    assert torch.equal(int4.unpack(payload, num_in), codes)
+    assert torch.equal(scheme.encode(values, stored), payload), "every value is nearest to itself"
+
+
+def test_int4_keeps_what_it_can_hold() -> None:
+    """Groups of one value, also zero, of two, and of sixteen at even distances."""
+    weight = torch.zeros(4, 80)
+    weight[1] = -3.5
+    weight[2, ::3] = 7.5
+    weight[3] = torch.arange(80) % 16 * 0.5 - 2
+    assert torch.equal(INT4_MADE.dequantize(*INT4_MADE.quantize_weight(weight), 80), weight)
 
 
 def test_a_block_has_the_scale_of_its_own_largest_value() -> None:
@@ -79,7 +136,8 @@ def test_int8_codes() -> None:
 def test_what_is_no_number_stays_visible(scheme: QuantScheme, bad: float) -> None:
     weight = torch.ones(3, 5)
     weight[1, 2] = bad
-    assert scheme.dequantize(*scheme.quantize_weight(weight)).isnan().any()
+    payload, scale = scheme.quantize_weight(weight)
+    assert scheme.dequantize(payload, scale, 5).isnan().any()
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7])
@@ -104,10 +162,10 @@ def test_rows_of_a_matrix_are_a_matrix(scheme: QuantScheme, seed: int) -> None:
     """Between multiples of row_step: as the loader and the CPU kernel cut matrices."""
     weight = torch.randn(300, 200)
     payload, scale = scheme.quantize_weight(weight)
-    whole = scheme.dequantize(payload, scale)
+    whole = scheme.dequantize(payload, scale, 200)
     cuts = [0, scheme.row_step, 2 * scheme.row_step, 300]
     for first, stop in pairwise(cuts):
-        part = scheme.dequantize(payload[first:stop], scheme.scale_rows(scale, first, stop))
+        part = scheme.dequantize(payload[first:stop], scheme.scale_rows(scale, first, stop), 200)
         assert torch.equal(part, whole[first:stop])
 
 

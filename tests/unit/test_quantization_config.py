@@ -23,6 +23,7 @@ from moe_runtime.models.registry import load_spec
 from moe_runtime.models.spec import ModelSpec
 from moe_runtime.quantization import FP8_BLOCK, FP8_CHANNEL, FP8_TENSOR, INT8_CHANNEL, QuantScheme
 from tests.helpers.fp8_checkpoints import FORMATS
+from tests.helpers.int4_checkpoints import INT4_FORMATS
 from tests.helpers.int8_checkpoints import INT8_FORMATS
 from tests.helpers.tiny_models import tiny_config
 
@@ -44,7 +45,7 @@ def changed(name: str, path: str, value: Any) -> dict[str, Any]:
     return config
 
 
-CONFIGS = {name: form.config for name, form in (FORMATS | INT8_FORMATS).items()}
+CONFIGS = {name: form.config for name, form in (FORMATS | INT8_FORMATS | INT4_FORMATS).items()}
 SCHEMES = {
     "deepseek": FP8_BLOCK,
     "autofp8": FP8_TENSOR,
@@ -52,6 +53,7 @@ SCHEMES = {
     "ct_tensor": FP8_TENSOR,
     "ct_block": FP8_BLOCK,
     **dict.fromkeys(INT8_FORMATS, INT8_CHANNEL),
+    **{name: form.scheme for name, form in INT4_FORMATS.items()},
 }
 GROUP = "config_groups.group_0"
 
@@ -62,8 +64,8 @@ def test_schemes(name: str, scheme: QuantScheme, tmp_path: Path) -> None:
     assert spec.stored is not None
     assert (spec.stored.scheme, spec.expert_scheme, spec.stored.experts) == (scheme, scheme, True)
     assert spec.stored.static_activations == (name in ("autofp8", "w8a8_static"))
-    assert spec.stored.weights_only == (name in ("ct_block", "w8a16_naive", "w8a16_packed"))
-    assert spec.stored.packed == (name == "w8a16_packed")
+    assert spec.stored.weights_only == (name in ("ct_block", "w8a16_naive", "w8a16_packed", *INT4_FORMATS))
+    assert spec.stored.packed == (name == "w8a16_packed" or name in INT4_FORMATS)
     assert ModelSpec.from_json(spec.to_json()) == spec, "other ranks get the same"
 
 
@@ -129,10 +131,10 @@ def test_modelopt_files_of_their_own(tmp_path: Path) -> None:
         ("ct_channel", "ignore", ["re:.*experts.0.*"], r"leaves some experts"),
         ("ct_channel", f"{GROUP}.targets", ["re:.*gate_proj"], r"leaves some experts"),
         ("ct_channel", f"{GROUP}.output_activations", {"num_bits": 8}, r"output_activations="),
-        ("ct_channel", f"{GROUP}.weights.num_bits", 4, r"group_0\.weights\.num_bits=4 .*allowed is 8"),
+        ("ct_channel", f"{GROUP}.weights.num_bits", 4, r"group_0\.weights\.num_bits=4 .*allowed with type='float' is 8$"),
         ("ct_channel", f"{GROUP}.weights.type", "int", r"weights\.type='int'"),
-        ("ct_channel", f"{GROUP}.weights.symmetric", False, r"weights\.symmetric=False"),
-        ("ct_channel", f"{GROUP}.weights.strategy", "group", r"weights\.strategy='group': allowed with type='float' are block, channel"),
+        ("ct_channel", f"{GROUP}.weights.symmetric", False, r"weights\.symmetric=False .*of int4 only"),
+        ("ct_channel", f"{GROUP}.weights.strategy", "group", r"weights\.strategy='group': allowed with type='float', num_bits=8 are block, channel"),
         ("ct_channel", f"{GROUP}.weights.group_size", 32, r"weights\.group_size=32"),
         ("ct_channel", f"{GROUP}.weights.block_structure", [128, 128], r"block_structure=\[128, 128\]: must be"),
         ("ct_block", f"{GROUP}.weights.block_structure", [1, 32], r"block_structure=\[1, 32\]: must be \[128, 128\]"),
@@ -141,10 +143,18 @@ def test_modelopt_files_of_their_own(tmp_path: Path) -> None:
         ("w8a8", "format", "float-quantized", r"format='float-quantized': allowed with weights\.type='int' are int-quantized"),
         ("w8a8", "format", "mixed-precision", r"format='mixed-precision': allowed with"),
         ("w8a8", f"{GROUP}.weights.type", "float", r"format='int-quantized': allowed with weights\.type='float'"),
-        ("w8a8", f"{GROUP}.weights.strategy", "tensor", r"weights\.strategy='tensor': allowed with type='int' are channel"),
-        ("w8a16_packed", f"{GROUP}.weights.strategy", "group", r"weights\.strategy='group': allowed with type='int' are channel"),
+        ("w8a8", f"{GROUP}.weights.strategy", "tensor", r"weights\.strategy='tensor': allowed with type='int', num_bits=8 are channel"),
+        ("w8a16_packed", f"{GROUP}.weights.strategy", "group", r"weights\.strategy='group': allowed with type='int', num_bits=8 are channel"),
         ("w8a16_packed", f"{GROUP}.weights.group_size", 128, r"weights\.group_size=128 .*-1 with strategy='channel'"),
-        ("w8a16_packed", f"{GROUP}.weights.num_bits", 4, r"weights\.num_bits=4 .*allowed is 8"),
+        ("w8a16_packed", f"{GROUP}.weights.num_bits", 2, r"weights\.num_bits=2 .*allowed with type='int' is 8 or 4$"),
+        ("w8a16_packed", f"{GROUP}.weights.num_bits", [4], r"weights\.num_bits=\[4\] is not supported"),
+        ("w8a8", f"{GROUP}.weights.num_bits", 4, r"group_0: format='int-quantized': allowed with weights\.num_bits=4 is pack-quantized$"),
+        ("group128", f"{GROUP}.weights.group_size", 48, r"weights\.group_size=48: allowed with strategy='group' are 32, 64, 128$"),
+        ("group128", f"{GROUP}.weights.group_size", None, r"weights\.group_size=None: allowed with strategy='group'"),
+        ("group128", f"{GROUP}.weights.strategy", "channel", r"weights\.group_size=128 .*-1 with strategy='channel'"),
+        ("group128", f"{GROUP}.weights.strategy", "tensor", r"weights\.strategy='tensor': allowed with type='int', num_bits=4 are channel, group"),
+        ("group128", f"{GROUP}.weights.actorder", "group", r"weights\.actorder='group': allowed are weight, static"),
+        ("group128", f"{GROUP}.weights.block_structure", [128, 128], r"block_structure=\[128, 128\]: must be"),
         ("w8a16_packed", f"{GROUP}.weights.symmetric", False, r"weights\.symmetric=False .*zero points"),
         ("w8a16_packed", f"{GROUP}.weights.actorder", "group", r"weights\.actorder='group': allowed are weight, static"),
         ("w8a16_packed", f"{GROUP}.weights.actorder", True, r"weights\.actorder=True: allowed are weight, static"),
@@ -158,6 +168,14 @@ def test_modelopt_files_of_their_own(tmp_path: Path) -> None:
 def test_refused_by_name(name: str, path: str, value: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, changed(name, path, value))
+
+
+@pytest.mark.parametrize("name", ["group128", "group32_zero_points"])
+def test_orders_of_calibration(name: str, tmp_path: Path) -> None:
+    """As GPTQ and AWQ models have them: columns are where they belong."""
+    expected = read(tmp_path, CONFIGS[name]).stored
+    for order in ("weight", "static"):
+        assert read(tmp_path, changed(name, f"{GROUP}.weights.actorder", order)).stored == expected
 
 
 @pytest.mark.parametrize("name", ["w8a8", "w8a16_packed"])
