@@ -26,25 +26,18 @@ from tests.helpers.checkpoint_files import FILE, reference
 from tests.helpers.engine_ranks import Builder, Output, Script, check_same, config, run_engine
 from tests.helpers.fp8_checkpoints import FORMATS, write_fp8
 from tests.helpers.parity import Reference, check_greedy
+from tests.helpers.quantised_parity import GREEDY, check_engine, family_cases
 from tests.helpers.run_decoder import logprobs_with_cpu_experts
 from tests.helpers.spawn import run_ranks
-from tests.helpers.tiny_models import FAMILIES, make_tiny
+from tests.helpers.tiny_models import make_tiny
 
 if TYPE_CHECKING:
     from moe_runtime.engine.outputs import RequestOutput
 
 TEXT = Path(__file__).parents[1] / "data" / "perplexity.txt"
-GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2)
 SIZES = {"num_hidden_layers": 2, "hidden_size": 160, "intermediate_size": 140, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2}
-QUICK = [("qwen3_moe", "deepseek", 2)]
-# Every family with both formats, half of them on one rank and half on two.
-GRID = [
-    (family, name, 1 + (row + column) % 2)
-    for row, family in enumerate(FAMILIES)
-    for column, name in enumerate(("deepseek", "ct_channel"))
-]
-CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in GRID]
+CASES = family_cases(("deepseek", "ct_channel"), ("qwen3_moe", "deepseek", 2))
 
 
 def write(family: str, name: str, folder: Path, seed: int) -> tuple[Path, Path]:
@@ -64,24 +57,9 @@ def check(plain: Path, outputs: list[RequestOutput]) -> None:
 @pytest.mark.parametrize(("family", "name", "ep"), CASES)
 def test_matches_transformers(family: str, name: str, ep: int, tmp_path: Path, seed: int) -> None:
     folder, plain = write(family, name, tmp_path, seed)
-    draw = random.Random(seed)
-    prompts = [[draw.randrange(61) for _ in range(draw.randint(1, 40))] for _ in range(8)]
-    # A copy of some experts on the other rank.
-    redundant = 2 if ep > 1 else 0
-    with LLM(
-        model=str(folder),
-        ep=ep,
-        dtype="float32",
-        skip_tokenizer_init=True,
-        num_kv_blocks=64,
-        max_num_batched_tokens=23,
-        num_redundant_experts=redundant,
-    ) as llm:
-        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        chosen = [rank.info for rank in llm._engine.ready]
+    chosen = check_engine(folder, plain, ep, seed)
     scheme = "fp8_block" if name == "deepseek" else "fp8_channel"
     assert [(c["quantization"], c["moe_backend"]) for c in chosen] == [(scheme, "cpu")] * ep
-    check(plain, outputs)
 
 
 def test_an_unquantised_checkpoint_is_quantised_on_loading(tmp_path: Path, seed: int) -> None:
